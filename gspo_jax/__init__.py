@@ -6,12 +6,12 @@ __version__ = "0.1.0"
 
 
 def _is_command() -> bool:
-    """Whether Python was started as `python -m gspo_jax.COMMAND`: sys.argv[0] is "-m" until that module is found."""
+    """Return True under `python -m gspo_jax.COMMAND`. sys.argv[0] is "-m" until that module is found."""
     words = sys.orig_argv
     return sys.argv[:1] == ["-m"] and "-m" in words[:-1] and words[words.index("-m") + 1].count(".") == 1
 
 
-if _is_command():  # whose imports take seconds
+if _is_command():  # a command's imports take seconds
     from gspo_jax import commands, signals
 
     commands.answer_help(sys.orig_argv[sys.orig_argv.index("-m") + 1].removeprefix("gspo_jax."), sys.argv[1:])

@@ -8,7 +8,7 @@ from gspo_jax import commands, signals
 
 
 def main() -> int:
-    """Run the command; return its exit code."""
+    """Run the command."""
     signals.end_command()  # a command's imports take seconds
     name, *words = sys.argv[1:] or ["--help"]
     if name in ("--help", "-h", "help"):

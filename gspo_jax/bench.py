@@ -3,29 +3,27 @@
     python -m gspo_jax.bench --model=HF_FOLDER --prompts=8 --group=8 --prompt_length=32 --new_tokens=128 --minibatches=4
     python -m gspo_jax.bench --calibrate=FILE
 
-Runs the engine's programs as `train` does, with random rewards drawn on the host; an iteration is the sum of its parts.
-Each time is compared with a floor: the flops that no implementation of the part can avoid, at the matmul speed measured
-on this machine in the same process. Data, reward functions, checkpoints and metrics files are left out.
+Runs the iterations of `train` with random rewards, without data, reward functions, checkpoints and metrics files. Each
+time is compared with a floor: unavoidable flops at the matmul speed measured in the same process.
 
-`--calibrate=FILE` measures the attached devices instead (planning/calibration.py) and writes the rates that `plan`
-takes by `--rates=FILE`.
+`--calibrate=FILE` measures the attached devices instead (planning/calibration.py) and writes rates for `plan --rates`.
 
-A separate process compiles the programs into a cache first, so that the compiler's memory, the larger part on CPU, is
-not counted in the peak memory of sampling and learning. `--compile=here` does both in one process.
+A separate process first compiles the programs into a cache, so peak memory excludes the compiler's, the larger part on
+CPU. `--compile=here` does both in one process.
 """
 
 import dataclasses
+import itertools
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from importlib import metadata
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,88 +34,89 @@ from rich.console import Console
 
 from gspo_jax import cli, engine
 from gspo_jax.errors import UserError
+from gspo_jax.iteration import Observer, iterate
 from gspo_jax.models.config import ModelConfig
-from gspo_jax.parallel import hosts, processes
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel import processes
 from gspo_jax.parser import Parser, make_parser
 from gspo_jax.planning import calibration
 from gspo_jax.planning import rates as rates_lib
-from gspo_jax.reporting.progress import make_table
+from gspo_jax.progress import make_table
+from gspo_jax.rollout.episodes import new_batch
 from gspo_jax.setup import keys
 from gspo_jax.setup.meshes import make_meshes
-from gspo_jax.setup.sampling import make_stop_rule
-from gspo_jax.training.experience import Rewards
-from gspo_jax.types import Prompts, SamplerStats, Weights
+from gspo_jax.setup.players import make_stop_rule
+from gspo_jax.types import Batch, Prompts, Rewards, SamplerStats
+from gspo_jax.versions import versions
 from gspo_jax.workload import Workload, flops
 
 PARTS = ("sample", "score", "update")
-"""Parts of an iteration, in order."""
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+PART_OF = {"reshard": "sample", "reward": "score"}
+"""Parts of the iteration's other phases."""
 
 
-class Iterations:
-    """The loop of train.py on random prompts and rewards, one iteration per call. Needs its mesh in scope."""
+class Iterations(Observer):
+    """Iterations of `train` on random prompts and rewards, one per call."""
 
     def __init__(self, work: Workload, model: ModelConfig, mesh: Mesh):
         config = work.config
         stop = make_stop_rule(config, eos_ids=(), pad_id=0)
-        meshes = make_meshes(config, model, mesh)
-        self._engine = engine.build(config, model, meshes, stop)
+        made = engine.build(config, model, make_meshes(config, model, mesh), stop)
+        weights = made.load(work.model)
+        self._engine, self._state = dataclasses.replace(made, frozen=weights.frozen), made.begin(weights)
         self.packed: dict[str, float] = {}
-        """How well the newest iteration is packed, by metric name."""
-        self._work, self._mesh, self._vocabulary = work, mesh, model.vocab_size
+        """Packing metrics of the newest iteration."""
+        self._work, self._vocabulary = work, model.vocab_size
         self.stats = SamplerStats()
         """Sampling time and work of the newest iteration."""
         self._random, self._key = np.random.default_rng(0), keys.run_key(config)
-        weights = self._engine.load(work.model)
-        self._state, self._frozen = self._engine.begin(weights), weights.frozen
+        self._phases: list[tuple[str, float]] = []
 
     def run(self, number: int) -> dict[str, float]:
-        """Run iteration `number` and return the seconds of each part and of the whole.
+        """Run iteration `number` and return its seconds by part.
 
-        Resharding the weights counts as sampling, packing and computing advantages as scoring.
+        Resharding counts as sampling, packing as scoring, advantages as updating.
         """
-        work, state = self._work, self._state
-        shape = (work.prompts, work.prompt_length)
-        tokens: Any = self._random.integers(self._vocabulary, size=shape, dtype=np.int32)
-        lengths: Any = np.full(work.prompts, work.prompt_length, np.int32)
-        total = self._random.random(work.prompts * work.group, np.float32)
-        rewards: tuple[Any, ...] = (total, np.ones(total.shape, bool))
-        times = [time.perf_counter()]
-
-        weights, sampler = Weights(state.params, self._frozen), self._engine.sampler
-        sampler.load(weights)
         key = keys.sample_key(self._key, number)
-        limits = None if work.lengths is None else work.limits
-        rollout = sampler(Prompts(tokens, lengths), key, limits=limits)
-        self.stats = sampler.stats
-        sampler.release()
-        times.append(time.perf_counter())
-
-        scored = Rewards(*hosts.shard_rows(self._mesh, rewards))
-        programs, objective = self._engine, self._engine.objective
-        columns = hosts.allgather((rollout.mask.sum(axis=1), rollout.prompt_lengths))
-        packing = programs.packer(*columns)
-        self.packed = programs.packer.metrics(packing, *columns)
-        old = programs.score(weights, None, None, rollout, packing)
-        experience = jax.block_until_ready(programs.experience(objective, rollout, old, scored))
-        experience = dataclasses.replace(experience, packing=packing)
-        times.append(time.perf_counter())
-
-        for minibatch in range(work.minibatches):
-            state, metrics = programs.update(objective, state, self._frozen, experience, minibatch)
-            jax.device_get(metrics)
+        self._phases = []
+        state, batch, _ = iterate(self._engine, self, self, self._state, iter([self._prompts()]), key, self)
         self._state = jax.block_until_ready(state)
-        times.append(time.perf_counter())
-        seconds = dict(zip(PARTS, np.diff(times).tolist(), strict=True))
+        self.enter("")
+        self.packed = self._engine.packer.metrics(batch.packing, batch.lengths, batch.prompt_lengths)
+        seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        for (phase, begun), (_, ended) in itertools.pairwise(self._phases):
+            seconds[PART_OF.get(phase, phase)] += ended - begun
         return seconds | {"iteration": sum(seconds.values())}
+
+    def enter(self, phase: str) -> None:
+        """Record the start of a phase."""
+        if phase == "score":
+            self.stats = self._engine.sampler.stats
+        self._phases.append((phase, time.perf_counter()))
+
+    def _prompts(self) -> Prompts:
+        shape = (self._work.prompts, self._work.prompt_length)
+        tokens: Any = self._random.integers(self._vocabulary, size=shape, dtype=np.int32)
+        lengths: Any = np.full(self._work.prompts, self._work.prompt_length, np.int32)
+        return Prompts(tokens, lengths)
+
+    def play(self, prompts: Iterator[Prompts], key: jax.Array, *, first: int = 0) -> Batch:
+        """Sample responses of the workload's lengths."""
+        asked, work = next(prompts), self._work
+        limits = None if work.lengths is None else work.limits
+        return new_batch(self._engine.sampler(asked, key, first=first, limits=limits), asked)
+
+    def begin(self, batch: Batch) -> Callable[[], Rewards]:
+        """Draw random rewards."""
+        total = self._random.random(len(batch.lengths), np.float32)
+        return lambda: Rewards(total=total, learn=np.ones(total.shape, bool))
 
 
 def measure(work: Workload) -> dict[str, Any]:
-    """Run the workload and return its timings, floors and settings, as `--json` writes them.
+    """Run the workload and return timings, floors and settings, as `--json` writes them.
 
     Raises:
-      UserError: as `Workload.check`, or the weights do not load, or there are fewer devices than asked for.
+      UserError: see `Workload.check`, or the weights do not load, or devices are missing.
     """
     model = work.check()
     if len(jax.devices()) < work.devices:
@@ -138,8 +137,8 @@ def measure(work: Workload) -> dict[str, Any]:
     floors = {name: least[name] / rate for name in columns}
     return {
         **{
-            name: _seconds(column) | {"tokens_per_s": work.tokens[name] / medians[name]}
-            for name, column in columns.items()
+            name: {"median_s": s, "min_s": min(columns[name]), "tokens_per_s": work.tokens[name] / s}
+            for name, s in medians.items()
         },
         "packing": {name.removeprefix("packing/"): value for name, value in iterations.packed.items()},
         "prefill_s": statistics.median(s.prefill_s for s in stats[work.warmup :]),
@@ -157,21 +156,17 @@ def measure(work: Workload) -> dict[str, Any]:
         "workload": {**vars(work), "model": str(work.model), "mesh": dict(mesh.shape)},
         "cores": processes.cores(),
         "device": jax.devices()[0].device_kind,
-        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
+        "versions": versions(),
     }
 
 
-def _seconds(column: Sequence[float]) -> dict[str, float]:
-    return {"median_s": statistics.median(column), "min_s": min(column)}
-
-
 def peak_rss_mb() -> float:
-    """Return the peak host memory (resident set size) of this process in MiB."""
+    """Return this process's peak resident memory in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 1024**2)
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """Print the timings as a table, with memory and compilation below."""
+    """Print timings as a table, with memory and compilation below."""
     floor, work = found["floor"], found["workload"]
     rows = [
         {
@@ -204,7 +199,7 @@ def show(found: Mapping[str, Any]) -> None:
 
 
 def read_mesh(text: str) -> dict[str, int]:
-    """Parse mesh sizes written as `fsdp:-1,expert:2`."""
+    """Parse mesh sizes such as `fsdp:-1,expert:2`."""
     pairs = [part.partition(":") for part in text.split(",")]
     try:
         return {name: int(size) for name, _, size in pairs}
@@ -213,7 +208,7 @@ def read_mesh(text: str) -> dict[str, int]:
 
 
 def parser() -> Parser:
-    """The command-line parser, with the defaults of `Workload`."""
+    """Build the parser, with the defaults of `Workload`."""
     parser = make_parser("bench")
     defaults = {field.name: field.default for field in dataclasses.fields(Workload)}
     parser.set_defaults(**{name: value for name, value in defaults.items() if value is not dataclasses.MISSING})
@@ -221,10 +216,10 @@ def parser() -> Parser:
 
 
 def compile_ahead(arguments: Sequence[str], cache: Path) -> dict[str, float]:
-    """Fill the cache by running the same workload in a separate process; return its compile time and peak memory.
+    """Fill the cache by running the workload in another process. Return its compile time and peak memory.
 
     Raises:
-      UserError: that process failed; its own message precedes this one.
+      UserError: that process failed, after its own message.
     """
     file = cache / "compiled.json"
     command = [sys.executable, "-m", "gspo_jax.bench", *arguments]
@@ -238,7 +233,7 @@ def compile_ahead(arguments: Sequence[str], cache: Path) -> dict[str, float]:
 
 
 def cache_settings(cache: Path) -> dict[str, Any]:
-    """Return the jax options that cache every compiled program in a folder; in capitals, its environment variables."""
+    """Return jax options to cache every program. In capitals, they are environment variables."""
     return {
         "jax_compilation_cache_dir": str(cache),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -247,10 +242,10 @@ def cache_settings(cache: Path) -> dict[str, Any]:
 
 
 def calibrate(file: str) -> None:
-    """Measure all attached devices, print their rates and write these to a file.
+    """Measure all attached devices, print their rates and write them to a file.
 
     Raises:
-      UserError: the file cannot be written, or nothing is known of the links of a single device.
+      UserError: the file cannot be written, or a single device has no known links.
     """
     cli.check_facts_file(file, flag="calibrate")
     devices = jax.devices()
@@ -262,16 +257,16 @@ def calibrate(file: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    try:
-        options = parser()
-        given: dict[str, Any] = vars(options.parse_args(arguments))
+    arguments, options = sys.argv[1:] if arguments is None else arguments, parser()
+
+    def command(parsed: Namespace) -> None:
+        given = vars(parsed)
         if given["calibrate"] is not None:
             others = [name for name, value in given.items() if value != options.get_default(name)]
             if len(others) > 1:
                 raise UserError(f"--calibrate measures the devices alone; leave out --{others[0]}")
             calibrate(given["calibrate"])
-            return 0
+            return
         if given["model"] is None:
             raise UserError("--model is missing; give the model's Hugging Face folder")
         del given["calibrate"]
@@ -297,10 +292,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found["compile_peak_rss_mb"] = found["peak_rss_mb"]
         show(found)
         cli.write_facts(file, found)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return options.run(command, arguments, place="--json")
 
 
 if __name__ == "__main__":

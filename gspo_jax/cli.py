@@ -1,20 +1,18 @@
-"""Startup shared by all config-driven entry points: flags, config validation, devices.
+"""Startup of config-driven commands: flags, config validation, devices.
 
-A user error ends the program with a one-sentence message and exit code 2, before any device is touched whenever
-possible. A disk that is full, read-only or broken does too, with exit code 1: the same command may succeed later.
+A user error ends the program with one sentence and exit code 2, if possible before any device is touched. A disk fault
+gives exit code 1: the same command may succeed later.
 """
 
 import ctypes
 import difflib
-import itertools
+import gc
 import json
 import os
 import re
 import sys
-import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from logging import Formatter, LogRecord
 from pathlib import Path
 from typing import Any
@@ -23,33 +21,29 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from gspo_jax import commands, exits, foreign, references, shell, signals, storage
+from gspo_jax import commands, exits, foreign, references, shell, signals
 from gspo_jax.config import benchmark
-from gspo_jax.errors import Diverged, UserError
+from gspo_jax.config_files import config_flag, last_given, load_config
+from gspo_jax.errors import Diverged, UserError, fault
+from gspo_jax.folder import storage
 from gspo_jax.parallel import compilation, processes
 from gspo_jax.setup import same
 from gspo_jax.setup.fields import NAMED, TYPES, at, check_fields, names, no_field
 
 Main = Callable[[ConfigDict], int | None]
-"""A command; the program ends with the exit code that it returns, 0 for None."""
+"""A command. Returns the exit code, None for 0."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 """Options of glibc's `mallopt`, from malloc.h."""
 
 
 def run(main: Main, name: str, *, default: ConfigDict | None = None) -> None:
-    """Parse `--config=FILE[:arg]`, `--config.a.b=value` and the flags of the command `name`, then call `main(config)`.
-
-    `default` is the config used if `--config` is missing; without a default, a missing `--config` is an error.
-    """
+    """Parse `--config=FILE[:arg]`, `--config.a.b=value` and the flags of command `name`, then call `main(config)`."""
     _run(lambda: _start(main, default), name, needs_config=default is None)
 
 
 def run_alone(main: Callable[[ConfigDict], int], name: str) -> None:
-    """As `run`, for a command that computes nothing itself; the program ends with the exit code that `main` returns.
-
-    No device is touched, no cache made, and no other process of a run met.
-    """
+    """As `run`, for a command that touches no device, makes no cache and meets no other process."""
     _run(lambda: _called(main, flags.FLAGS.config), name, needs_config=True)
 
 
@@ -72,7 +66,7 @@ def define(name: str) -> None:
 
 def _run(start: Callable[[], int | None], name: str, *, needs_config: bool) -> None:
     define(name)
-    logging.use_absl_handler()  # takes away one that an import has made for sys.stderr, which is wrapped next
+    logging.use_absl_handler()  # removes an import's handler of sys.stderr, which is wrapped next
     shell.keep_streams()
     signals.in_order()
     references.refuse_exits()
@@ -83,7 +77,7 @@ def _run(start: Callable[[], int | None], name: str, *, needs_config: bool) -> N
 
 
 def read_config(words: Sequence[str]) -> ConfigDict:
-    """Return the config that `--config=FILE[:arg]`, or `--workdir=RUN`, and `--config.a.b=value` make, checked.
+    """Return the checked config of a command line.
 
     Raises:
       UserError: as the command with these flags.
@@ -105,6 +99,8 @@ def _start(main: Main, default: ConfigDict | None) -> None:
     logging.get_absl_handler().addFilter(_raised_later)
     logging.get_absl_handler().setFormatter(_Plain())
     reuse_memory()
+    gc.freeze()
+    gc.set_threshold(50_000)  # tracing creates many objects that live long
     count = processes.start()
     prepare(config)
     with processes.guarded(count):
@@ -113,11 +109,6 @@ def _start(main: Main, default: ConfigDict | None) -> None:
 
 
 def _called(main: Main, config: ConfigDict) -> int | None:
-    """Return `main(config)`.
-
-    Raises:
-      UserError: code of the user's has called `sys.exit`, in whatever thread; a command ends when its work is done.
-    """
     try:
         return main(config)
     except signals.Ended:
@@ -128,20 +119,18 @@ def _called(main: Main, config: ConfigDict) -> int | None:
 
 
 class _Plain(Formatter):
-    """Messages as a run's other lines are, without date, thread and source line."""
-
     def format(self, record: LogRecord) -> str:
         """Return "warning: …"."""
         return f"{record.levelname.lower()}: {super().format(record)}"
 
 
 def _raised_later(record: LogRecord) -> bool:
-    """Return False for the traceback of a save in Orbax's own thread, which the checkpointer raises once more."""
+    """Return False for tracebacks of Orbax's thread, which the checkpointer raises again."""
     return not (record.exc_info and "orbax" in record.pathname)
 
 
 def prepare(config: ConfigDict) -> None:
-    """Use the cache of compiled programs and, if jax runs on CPU, present this process's share of `cpu_devices`.
+    """Enable the compilation cache and, on CPU, simulate this process's share of `cpu_devices`.
 
     Raises:
       UserError: jax has already started with another number of CPU devices.
@@ -160,10 +149,9 @@ def prepare(config: ConfigDict) -> None:
 
 
 def simulate_devices(count: int) -> None:
-    """Make the CPU backend present `count` devices, if jax runs on CPU. Call it before any device is used.
+    """Make a CPU backend present `count` devices. Call it before any device is used.
 
-    The simulated devices share the cores and can reach a collective far later than real devices would, so XLA's
-    timeouts for collectives are raised.
+    Simulated devices share the cores and reach collectives late, so XLA's collective timeouts are raised.
 
     Raises:
       RuntimeError: devices have been used, and this count was not set before.
@@ -177,15 +165,14 @@ def simulate_devices(count: int) -> None:
 
 
 def reuse_memory() -> None:
-    """Keep freed memory for the next allocation, if the C library is glibc, except around compilations.
+    """Keep freed memory for the next allocation under glibc, except around compilations.
 
-    Call it before any device is used, and before any thread has allocated memory: an arena that a thread has cannot be
-    taken back, and XLA's threads would share it. XLA's CPU backend allocates a program's temporaries anew in every
-    call. By default glibc maps and unmaps so large a buffer each time, and touching its fresh pages takes a fifth of an
-    update. One arena for all threads, without maps of their own, keeps the pages instead.
+    XLA's CPU backend allocates a program's temporaries in every call. By default glibc maps and unmaps them each time,
+    and touching fresh pages takes a fifth of an update. One arena without maps keeps the pages. Call it before any
+    thread allocates memory: thread arenas cannot be taken back.
 
-    Before and after each compilation freed memory returns to the system. Otherwise a process's peak memory would be the
-    sum of its largest compilation and of its data.
+    Freed memory returns to the system around each compilation. Otherwise peak memory would be the sum of the largest
+    compilation and the data.
     """
     try:
         library = ctypes.CDLL(None)
@@ -200,7 +187,7 @@ def reuse_memory() -> None:
 
 
 def write_facts(file: str | Path | None, facts: dict[str, Any]) -> None:
-    """Write facts to the file given by `--json=FILE`, if any; only process 0 writes."""
+    """Write facts to the file of `--json=FILE`, if any, on process 0."""
     if file is not None and processes.is_first():
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -210,10 +197,10 @@ def write_facts(file: str | Path | None, facts: dict[str, Any]) -> None:
 
 
 def check_facts_file(file: str | Path | None, *, flag: str = "json") -> None:
-    """Check, leaving nothing behind, that `write_facts` can write to the flag's file; call it before any work.
+    """Check that `write_facts` can write to the flag's file, leaving nothing behind.
 
     Raises:
-      UserError: the file is a folder, lies below a file, or this account may not write it.
+      UserError: it is a folder, lies below a file, or this account may not write it.
     """
     if file is None:
         return
@@ -229,10 +216,10 @@ def check_facts_file(file: str | Path | None, *, flag: str = "json") -> None:
 
 
 def check_output_folder(folder: str | Path | None, *, flag: str) -> None:
-    """Check, leaving nothing behind, that files can be written in the flag's folder, which need not exist yet.
+    """Check that the flag's folder can be written to or created.
 
     Raises:
-      UserError: it is a file or lies below one, or this account may not write there.
+      UserError: it is or lies below a file, or this account may not write there.
     """
     if folder is None:
         return
@@ -243,7 +230,6 @@ def check_output_folder(folder: str | Path | None, *, flag: str) -> None:
 
 
 def _guarded(step: Callable[[], Any]) -> Any:
-    """Call `step`; end the program with one sentence for a mistake, code 2, and for a fault of a disk, code 1."""
     try:
         return step()
     except UserError as error:
@@ -253,7 +239,7 @@ def _guarded(step: Callable[[], Any]) -> Any:
         signals.say(f"error: {error}")
         sys.exit(exits.DIVERGED)
     except Exception as error:
-        says = storage.fault(error, _workdir())
+        says = fault(error, _workdir())
         if says is None:
             raise
         signals.say(f"error: {says}; then start the same command again")
@@ -261,25 +247,24 @@ def _guarded(step: Callable[[], Any]) -> Any:
 
 
 def _workdir() -> str:
-    """Return `--workdir`, if the command has it, or else the current folder."""
     return (flags.FLAGS["workdir"].value if "workdir" in flags.FLAGS else None) or os.getcwd()
 
 
 def _parse(argv: list[str], values: flags.FlagValues, *, needs_config: bool) -> list[str]:
-    """Parse the command line into `values`, which get a `config`, None if the command has none; return no flags.
+    """Parse the command line into `values`. Return non-flag words.
 
-    Without `--config`, it is the config of the run in `--workdir`, of which only what may change can be changed.
+    Without `--config`, a run in `--workdir` gives the config.
     """
     given = any(word.startswith(("--config", "-config")) for word in argv)
-    workdir = None if _last(argv, "config") is not None else _last(argv, "workdir")
+    workdir = None if last_given(argv, "config") is not None else last_given(argv, "workdir")
     kept = same.of_folder(workdir) if workdir and (needs_config or given) and Path(workdir).is_dir() else None
-    config, added = kept, dict[str, str]()
+    config, saved = kept, None if kept is None else kept.to_dict()
     if config is None and (needs_config or given):
         config = load_config(config_flag(argv))
     if config is not None:
-        argv, added = _take_added(_without_config(argv), config)
+        argv = _without_config(argv)
+        _open_added(argv, config)
         check_overrides(argv, config)
-    saved = None if kept is None else kept.to_dict()
     command, sys.argv = sys.argv, argv  # ml_collections looks for overrides there
     try:
         if config is None:
@@ -297,21 +282,12 @@ def _parse(argv: list[str], values: flags.FlagValues, *, needs_config: bool) -> 
         sys.argv = command
     if len(rest) > 1:
         raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
-    _add(added, values.config)
     if saved is not None and workdir is not None:
         same.check_same_run(values.config, saved, workdir)
     return rest
 
 
-def _last(argv: Sequence[str], flag: str) -> str | None:
-    """The last value of a flag on a command line, with one dash or two; None if it is not given."""
-    given = [word.partition("=")[2] for word in argv if word.startswith((f"--{flag}=", f"-{flag}="))]
-    given += [after for word, after in itertools.pairwise(argv) if word in (f"--{flag}", f"-{flag}")]
-    return given[-1] if given else None
-
-
 def _without_config(argv: list[str]) -> list[str]:
-    """The words of a command line but `--config=FILE`."""
     kept, words = [], iter(argv)
     for word in words:
         if word in ("--config", "-config"):
@@ -321,47 +297,18 @@ def _without_config(argv: list[str]) -> list[str]:
     return kept
 
 
-def _take_added(argv: list[str], config: ConfigDict) -> tuple[list[str], dict[str, str]]:
-    """Take the flags out of `argv` that add to a section of names: `--config.rewards.NAME=0.1`, or a whole benchmark.
-
-    Returns:
-      The other words, and the text of each added field by its dotted name. ml_collections refuses fields that a config
-      does not have.
-    """
-    kept, added = [], {}
+def _open_added(argv: list[str], config: ConfigDict) -> None:
+    """Open the fields that flags add to a section: `--config.rewards.NAME=0.1`, or those of a new benchmark."""
     for word in argv:
-        match = re.fullmatch(r"--?config\.((\w+)\.(\w+)(\.\w+)?)=(.*)", word, re.DOTALL)
-        known = match and match[2] in (("benchmarks",) if match[4] else NAMED)
-        if match and known and match[3] not in at(config, match[2]):
-            added[match[1]] = match[5]
-        else:
-            kept.append(word)
-    return kept, added
-
-
-def _add(added: dict[str, str], config: ConfigDict) -> None:
-    """Add fields given by flags to a config."""
-    for name, text in added.items():
-        section, key, *rest = name.split(".")
-        holder: Any = at(config, section)
-        if rest:  # of a benchmark
-            if key not in holder:
-                with holder.unlocked():
-                    holder[key] = benchmark()
-            holder, (key,) = holder[key], rest
-            if key not in holder:
-                no_field(name, [section, name.split(".")[1]], config)
-        kind = type(holder[key]) if rest else NAMED[section]
-        try:
-            value = kind(text)
-        except ValueError:
-            raise UserError(f"{name} is {text!r}; use {TYPES[kind]}") from None
-        with holder.unlocked():
-            holder[key] = value
+        match = re.match(r"--?config\.(\w+)\.(\w+)(\.\w+)?(=|$)", word)
+        if match and match[1] in (("benchmarks",) if match[3] else NAMED):
+            section = at(config, match[1])
+            if match[2] not in section:
+                with section.unlocked():
+                    section[match[2]] = benchmark() if match[3] else NAMED[match[1]]()
 
 
 def _unknown_flag(name: str, config: ConfigDict, values: flags.FlagValues) -> str:
-    """Return one sentence that names the nearest flag, or the field of the config that the flag was meant to set."""
     last = name.rpartition(".")[2]
     fields = [field for field in names(config) if field.rpartition(".")[2] == last]
     fields.sort(key=lambda field: (not f".{field}".endswith(f".{name}"), field.count(".")))
@@ -371,7 +318,6 @@ def _unknown_flag(name: str, config: ConfigDict, values: flags.FlagValues) -> st
 
 
 def _wrong_value(says: str, config: ConfigDict, values: flags.FlagValues) -> str:
-    """Return, for absl's message on the value of a flag or of a field of the config, what the value must be."""
     match = re.match(r"flag --([\w.]+)=(.*?): ", says, re.DOTALL)
     if match is None:
         return says
@@ -390,107 +336,8 @@ def _wrong_value(says: str, config: ConfigDict, values: flags.FlagValues) -> str
     return f"{name} is {value!r}; use {TYPES.get(kind, kind.__name__)}"
 
 
-def config_words(argv: Sequence[str]) -> list[str]:
-    """Return the flags of a command line that make its config, each as one word, `--config.a.b=value`."""
-    words = []
-    for word, after in itertools.zip_longest(argv, argv[1:], fillvalue=""):
-        name, equals, _ = word.lstrip("-").partition("=")
-        if word.startswith("-") and re.fullmatch(r"(no)?config(\..*)?", name):
-            is_value = after and not re.match(r"--?[a-z]", after)
-            words.append(f"{word}={after}" if not equals and is_value else word)
-    return words
-
-
-def config_flag(argv: Sequence[str]) -> str:
-    """Return the value of the last `--config`, with one dash or two, as absl does."""
-    given = _last(argv, "config")
-    if given is None:
-        raise UserError("--config is missing; for example --config=configs/tiny.py")
-    return given
-
-
-def load_config(value: str) -> ConfigDict:
-    """Load the ConfigDict of `FILE.py[:arg]`.
-
-    Raises:
-      UserError: there is no such file, or it makes no config: one sentence with the nearest name, or with the line.
-    """
-    name = value.partition(":")[0]
-    make = _function(value, "get_config")
-    if make is None:
-        raise UserError(f"{name} defines no function get_config; define one that returns a ConfigDict")
-    config = make()
-    if not isinstance(config, ConfigDict):
-        raise UserError(f"get_config of {name} returns {config!r}; return a ConfigDict, such as gspo_jax.config.base()")
-    return config
-
-
-def sweep_function(value: str) -> Callable[[], Any] | None:
-    """Return `get_sweep` of `FILE.py[:arg]`, to be called without the argument; None if the file does not define it.
-
-    Raises:
-      UserError: as `load_config`, and so does the function.
-    """
-    return _function(value, "get_sweep")
-
-
-def own_configs() -> dict[str, Path]:
-    """Return the configs that come with gspo_jax, by name."""
-    source = Path(__file__).resolve().parents[1]
-    folder = Path(sysconfig.get_path("data")) / "share" / "gspo_jax" / "configs"
-    if (source / "pyproject.toml").is_file():
-        folder = source / "configs"
-    return {file.stem: file for file in sorted(folder.glob("*.py"))}
-
-
-def own_config(name: str) -> Path | None:
-    """Return the file of a config that comes with gspo_jax; None if there is none, or something here has that name."""
-    found = own_configs().get(name)
-    return None if found is None or Path(name).exists() else found
-
-
-def _function(value: str, function: str) -> Callable[[], Any] | None:
-    """Return a function of `FILE.py[:arg]`, to be called without the argument; None if the file does not define it."""
-    name, colon, arg = value.partition(":")
-    path = own_config(name) or Path(name)
-    if name and path.is_dir():
-        raise UserError(f"config {name!r} is a folder; give a .py file in it")
-    if path.is_file() and path.suffix != ".py":
-        raise UserError(f"config {value!r} is not a .py file; give one, such as configs/tiny.py")
-    if not path.is_file():
-        beside = [str(p) for p in path.parent.glob("*.py") if p.is_file()] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(str(path), [*beside, *own_configs()], n=1)
-        raise UserError(f"config {value!r} not found; " + (f"did you mean {near[0]}?" if near else "give a .py file"))
-
-    def call() -> Any:
-        with _explained(path):
-            return found(arg) if colon else found()
-
-    with _explained(path):
-        found: Any = getattr(references.load_file(path, "gspo_jax_config"), function, None)
-    return call if callable(found) else None
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Turn what a config file raises inside the block into a UserError: the line, and what is wrong there."""
-    try:
-        yield
-    except (UserError, *signals.RAISED):
-        raise
-    except BaseException as error:  # anything may go wrong in a file of the user's, and it may call sys.exit
-        raise UserError(_mistake_in(path, error)) from error
-
-
-def _mistake_in(path: Path, error: BaseException) -> str:
-    """Return one sentence on an exception raised by a config file: the line, and what is wrong there."""
-    if isinstance(error, OSError) and error.filename == str(path):
-        return f"config {str(path)!r} cannot be read: {error.strerror}; check its permissions"
-    return f"the config cannot be made, {references.mistake(error, path)}"
-
-
 def check_overrides(argv: list[str], config: ConfigDict) -> None:
-    """Raise a UserError that names the nearest field if a `--config.a.b` does not exist."""
+    """Raise a UserError, with the nearest field, if a `--config.a.b` does not exist."""
     for word in argv:
         dashes, found, name = word.partition("config.")
         if found and dashes in ("-", "--", "-no", "--no"):

@@ -1,7 +1,7 @@
-"""Supervised training by cross-entropy: on a task's worked answers, or on the assistant's turns of conversations.
+"""Supervised training by cross-entropy, on a task's worked answers or on the assistant's turns of conversations.
 
 RL then begins from a policy that is sometimes right. Writes a Hugging Face folder, tokenizer included, for `train` to
-start from. The model is the one in `model.folder`, or a small one that is made and given a tokenizer here.
+start from. The model is the one in `model.folder`, or a small new one with a new tokenizer.
 
     python -m gspo_jax.coldstart --config=configs/tiny.py --workdir=runs/cold
     python -m gspo_jax.coldstart --config=configs/gsm8k.py --config.model.folder=Qwen3-0.6B --workdir=runs/sft \
@@ -24,20 +24,21 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
-from gspo_jax import cli, storage
+from gspo_jax import cli
 from gspo_jax.data import contents, rows
 from gspo_jax.data.pipeline import worked_batches
 from gspo_jax.data.records import Record, Records
 from gspo_jax.data.supervised import assistant_turns, worked_answers
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import UserError
+from gspo_jax.folder import storage
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
-from gspo_jax.models.config_json import read_json
+from gspo_jax.models.config_json import read_if_any
 from gspo_jax.objectives.surrogates import token_mean
 from gspo_jax.parallel import hosts, processes
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.reporting.progress import Progress
+from gspo_jax.progress import Progress
 from gspo_jax.setup import data, inputs, keys, learning, policy, relevance
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
@@ -48,13 +49,12 @@ from gspo_jax.training.state import Learner, make_optimizer
 from gspo_jax.types import Packing, Responses, Weights
 
 MADE_BY = "made_by.json"
-"""File of a cold start's folder that says what it was made by."""
 
 
 def made_by(config: ConfigDict) -> dict[str, Any]:
-    """All that a cold start depends on: fields of the config, and digests of the files that they name, by name.
+    """Return all that a cold start depends on: config fields, and digests of their files.
 
-    Of a model's folder that is trained further, only the name counts.
+    A model folder counts by name only.
     """
     files = inputs.of_rows(config) | inputs.of_functions(config)
     fields = json.loads(json.dumps(relevance.of_cold_start(config)))  # as they are read again
@@ -62,22 +62,19 @@ def made_by(config: ConfigDict) -> dict[str, Any]:
 
 
 def digest(config: ConfigDict) -> str:
-    """Eight hexadecimal digits that runs have in common if they can share one cold start, bit by bit."""
+    """Return eight hexadecimal digits, equal for runs that can share one cold start."""
     return contents.digest(made_by(config))[:8]
 
 
 def check_reuse(config: ConfigDict, folder: Path, *, may_change: tuple[str, ...]) -> None:
-    """Raise a UserError if the cold start in `folder` was made by another config, or from other files.
+    """Raise a UserError if the cold start in `folder` has another config or other files.
 
-    Args:
-      config: the config.
-      folder: a cold start's; one that does not say what it was made by passes.
-      may_change: fields, by prefix, that may differ.
+    A folder without record passes, as do changed fields with prefixes in `may_change`.
     """
-    file = folder / MADE_BY
-    if not file.is_file():
+    before = read_if_any(folder / MADE_BY)
+    if not before:
         return
-    before, now = read_json(file, f"{file} does not exist"), made_by(config)
+    now = made_by(config)
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name) and not name.startswith(may_change):
             raise UserError(
@@ -94,13 +91,13 @@ def coldstart(
     *,
     on_step: Callable[[], None] = lambda: None,
 ) -> None:
-    """Train for `config.coldstart.steps` steps and save the model in `folder`, which is written whole or not at all.
+    """Train for `config.coldstart.steps` steps and save the model atomically.
 
     Args:
-      config: with `model.folder`, its model is trained; else one of `model.architecture`, after a tokenizer.
-      records: records with worked answers, or with conversations (see `load`).
+      config: without `model.folder`, a new model and tokenizer are trained.
+      records: with worked answers or conversations (see `load`).
       mesh: the trainer's.
-      folder: where to save; it must not exist.
+      folder: must not exist.
       on_step: called before every step.
     """
     cold = config.coldstart
@@ -124,7 +121,7 @@ def coldstart(
         for terse in {0.0, *cold.terse}
     }
     model, step = _begin(config, model_config, mesh)
-    packer = learning.make_demonstration_packer(config, model_config, mesh_lib.batch_shards(mesh.shape))
+    packer = learning.make_packer(config, model_config, mesh_lib.batch_shards(mesh.shape), cold_start=True)
     loss = jnp.nan
     reports = -(-cold.steps // cold.log_every)
     with Progress(reports, label="cold start") as progress:
@@ -147,13 +144,11 @@ def coldstart(
 
 
 def _terse(config: ConfigDict, step: int) -> float:
-    """The share of terse demonstrations in a step's stage."""
     stages = config.coldstart.terse or (0.0,)
     return stages[step * len(stages) // config.coldstart.steps]
 
 
 def _stage(config: ConfigDict, report: int) -> str | None:
-    """Why the loss is higher from some report on: what is learned then; None before."""
     last = min((report + 1) * config.coldstart.log_every, config.coldstart.steps) - 1
     share = _terse(config, last)
     if not share:
@@ -163,7 +158,7 @@ def _stage(config: ConfigDict, report: int) -> str | None:
 
 
 def load(config: ConfigDict) -> Sequence[Record]:
-    """The records to learn: the conversations of `coldstart.conversations`, or without them the task's."""
+    """Return the records to learn: conversations if configured, else the task's."""
     if config.coldstart.conversations:
         given = config.data
         return rows.conversations(
@@ -173,17 +168,15 @@ def load(config: ConfigDict) -> Sequence[Record]:
 
 
 def _text(record: Record) -> str:
-    """Return all text of a record, for a tokenizer to be trained on."""
     if "worked" in record:
         return record["question"] + record["worked"]
     return "".join(message["content"] for message in record["messages"])
 
 
 def demonstrations(records: Sequence[Record], *, terse: float, seed: int) -> Records:
-    """Return the records as demonstrations, a fraction `terse` of them with the final answer alone.
+    """Return the records as demonstrations, a fraction `terse` with the final answer alone.
 
-    A policy trained on both kinds can work a problem out and can guess; it is left to RL to discover that working it
-    out pays.
+    The policy learns to work problems out and to guess. RL discovers which pays.
     """
     short = np.random.default_rng(seed).random(len(records)) < terse
 
@@ -196,7 +189,6 @@ def demonstrations(records: Sequence[Record], *, terse: float, seed: int) -> Rec
 def _begin(
     config: ConfigDict, model_config: ModelConfig, mesh: Mesh
 ) -> tuple[Learner, Callable[[Learner, Responses, Packing], tuple[Learner, Float[Array, ""]]]]:
-    """Return the model to train on the mesh, and the jitted step that lowers the cross-entropy of a packed batch."""
     cold = config.coldstart
     graph, shapes = transformer.abstract(
         model_config, dtype=jnp.dtype(config.model.dtype), dispatch=config.model.dispatch
@@ -210,13 +202,14 @@ def _begin(
         return -jnp.where(layout.responses.mask, weights * scores.logprobs, 0).sum()
 
     def add_rows(params: nnx.State, batch: Responses, packing: Packing) -> tuple[Array, nnx.State]:
-        batch, weights = deal((batch, token_mean(batch.mask)), packing, 0)
+        dealt = deal((batch, token_mean(batch.mask)), packing)
+        (batch, weights), packing = jax.tree.map(lambda x: x[0], (dealt, packing))  # of the one mini-batch
 
         def add(total: tuple[Array, nnx.State], layout: Layout) -> tuple[Array, nnx.State]:
             return jax.tree.map(jnp.add, total, loss(params, layout, weights))
 
         nothing = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-        return fold_rows(add, nothing, batch, packing, 0, group_size=1)
+        return fold_rows(add, nothing, batch, packing, group_size=1)
 
     @partial(jax.jit, donate_argnums=0)
     def step(learner: Learner, batch: Responses, packing: Packing) -> tuple[Learner, Float[Array, ""]]:

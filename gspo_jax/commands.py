@@ -1,6 +1,6 @@
-"""The commands with their flags and examples: what `gspo-jax --help` says, and what each command parses.
+"""The commands with their flags and examples, for help and parsing.
 
-Imports the standard library alone, so that help takes no longer than Python's start.
+Only the standard library is imported, for fast help.
 """
 
 import sys
@@ -13,44 +13,40 @@ class Flag(NamedTuple):
     """A flag of a command, or an argument without dashes."""
 
     name: str
-    """As it is typed, without dashes."""
+    """Name as typed, without dashes."""
     help: str
-    """One sentence or phrase."""
     kind: Any = str
-    """Type of the value: str, int, float, bool, Path, or list for words separated by commas."""
+    """str, int, float, bool, Path, or list for comma-separated words."""
     default: Any = None
-    """Value if the flag is left out."""
     metavar: str = "X"
     """Placeholder of the value in help."""
     required: bool = False
-    """Whether the flag must be given."""
     repeated: bool = False
-    """Whether several values may be given: the flag several times, or several arguments."""
+    """May be given several times."""
     low: float | None = None
     """Least value."""
     high: float | None = None
     """Greatest value."""
     choices: tuple[str, ...] = ()
-    """All values; empty: any."""
+    """All values. Empty: any."""
     dest: str | None = None
-    """Attribute of the parsed arguments; None: the name."""
+    """Attribute of the parsed arguments. None: the name."""
     dashes: bool = True
-    """False for an argument without dashes."""
 
 
 class Command(NamedTuple):
-    """A command: `gspo-jax NAME`, or `python -m gspo_jax.NAME`."""
+    """`gspo-jax NAME`, or `python -m gspo_jax.NAME`."""
 
     group: str
     """Heading in the list of commands."""
     says: str
-    """One sentence on its purpose."""
+    """Its purpose in one sentence."""
     examples: tuple[str, str, str]
-    """Arguments that work as they stand, from a folder with the runs that they name."""
+    """Runnable from a folder with the runs they name."""
     flags: tuple[Flag, ...] = ()
-    """Flags, but for those of the config."""
+    """Flags other than the config's."""
     config: str = ""
-    """"required" or "optional" if the command takes `--config=FILE` and `--config.a.b=value`; empty: it does not."""
+    """"required" or "optional" for commands with `--config=FILE` and `--config.a.b=value`."""
 
 
 _WORKDIR = Flag("workdir", "run folder, or gs://BUCKET/RUN", metavar="DIR", required=True)
@@ -227,7 +223,7 @@ COMMANDS: dict[str, Command] = {
         (
             Flag("topology", "slice to compile for, such as v5p:4x4x4 or v6e:8x8", metavar="SLICE", required=True),
             Flag("slices", "number of such slices, joined by the data-center network", int, 1, metavar="N", low=1),
-            Flag("programs", "only these, of update, score, sample_prefill, sample_decode, reshard", list),
+            Flag("programs", "only these, of update, score, deal, sample_prefill, sample_decode, reshard", list),
             Flag("lengths", "project a whole iteration for these lengths: lognormal:4096:0.8", metavar="KIND"),
             Flag("figure", "with --lengths: draw the iteration to this PNG file", metavar="FILE"),
             Flag("tune", "with --lengths: search for the settings with the least projected iteration", bool, False),
@@ -283,11 +279,10 @@ COMMANDS: dict[str, Command] = {
         (Flag("shell", "the shell", metavar="SHELL", choices=("bash", "zsh", "fish"), required=True, dashes=False),),
     ),
 }
-"""By name, in the order of the list."""
 
 
 def overview() -> str:
-    """Return the list of commands that `gspo-jax --help` prints."""
+    """Return the list of commands for `gspo-jax --help`."""
     lines = ["usage: gspo-jax COMMAND [flags …]", "", "Group sequence policy optimization for mixtures of experts."]
     group = ""
     for name, command in COMMANDS.items():
@@ -299,7 +294,7 @@ def overview() -> str:
 
 
 def described(name: str) -> str:
-    """Return the flags and examples that `gspo-jax NAME --help` prints."""
+    """Return the flags and examples for `gspo-jax NAME --help`."""
     command = COMMANDS[name]
     config = {"required": "--config=FILE[:arg] ", "optional": "[--config=FILE[:arg]] "}.get(command.config, "")
     lines = [f"usage: gspo-jax {name} {config}{_usage(command)}".rstrip(), "", *_wrapped(command.says)]
@@ -316,7 +311,7 @@ def described(name: str) -> str:
 
 
 def answer_help(name: str, words: list[str]) -> None:
-    """Print what a command does and end the program, if its arguments ask for that."""
+    """Print a command's help and exit, if asked for."""
     if name in COMMANDS and not {"--help", "-h", "--helpfull", "-help"}.isdisjoint(words):
         print(described(name))
         sys.exit(0)
@@ -350,7 +345,6 @@ def _note(flag: Flag) -> str:
 
 
 def _columns(name: str, text: str) -> list[str]:
-    """A name, and a text beside it that is wrapped."""
     first, *rest = _wrapped(text, 88)
     head = f"  {name:<28}{first}" if len(name) < 27 else f"  {name}\n{'':<30}{first}"
     return [head, *(f"{'':<30}{line}" for line in rest)]

@@ -1,4 +1,4 @@
-"""Prints a script with which a shell completes `gspo-jax`: its commands, their flags, and files.
+"""Shell completion script for `gspo-jax`: commands, flags, and files.
 
 gspo-jax completion bash >> ~/.bashrc
 """
@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 
 from gspo_jax.commands import COMMANDS
-from gspo_jax.errors import UserError
 from gspo_jax.parser import make_parser
 
 _BASH = """_gspo_jax() {
@@ -25,7 +24,7 @@ complete -o nospace -F _gspo_jax gspo-jax
 
 
 def flags_of(name: str) -> list[str]:
-    """Return the flags of a command, as they are typed."""
+    """Return the flags of a command, as typed."""
     command = COMMANDS[name]
     found = [f"--{flag.name}" + ("" if flag.kind is bool else "=") for flag in command.flags if flag.dashes]
     return [*found, *["--config=", "--config."] * bool(command.config), "--help"]
@@ -51,14 +50,8 @@ def script(shell: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    try:
-        given = make_parser("completion").parse_args(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(script(given.shell), end="")
-    return 0
+    """Run the command."""
+    return make_parser("completion").run(lambda given: print(script(given.shell), end=""), arguments)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Every config field with its default, meaning and unit. Files in `configs/` start from `base()` and change it."""
 
 import inspect
+import math
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
@@ -14,179 +15,174 @@ from gspo_jax.objectives import mismatch
 
 
 def base() -> ConfigDict:
-    """Return the default config; a run still has to set its policy (a folder or a cold start), task and rewards."""
+    """Return the default config. A run must still set its policy (a folder or a cold start), task and rewards."""
     config = ConfigDict()
-    config.seed = 0  # seeds everything: initial weights, data order, sampling
-    config.iterations = 1000  # iterations of the run: sample a batch, score it, make `training.minibatches` updates
+    config.seed = 0  # seeds initial weights, data order and sampling
+    config.iterations = 1000  # iterations: sample a batch, score it, make `training.minibatches` updates
     config.cpu_devices = 8  # CPU backend only: simulated devices, over all processes
-    config.mesh = ConfigDict({"data": 1, "fsdp": -1, "expert": 1, "tensor": 1})  # trainer; -1: all remaining devices
+    config.mesh = ConfigDict({"data": 1, "fsdp": -1, "expert": 1, "tensor": 1})  # trainer, -1: all remaining devices
 
     config.processes = ConfigDict()
-    config.processes.grace_s = 30  # seconds from a signal until a process exits, saved or not
-    # Seconds that a phase (sample, reward, update, save …) may take in any case, as the first of each kind compiles; a
-    # process whose phase takes longer, and ten times as long as any before, is ended.
+    config.processes.grace_s = 30  # seconds from a signal to exit, saved or not
+    # Seconds that any phase (sample, reward, update, save …) may take, compilation included. A process ends if a phase
+    # exceeds both this and ten times its longest duration so far.
     config.processes.deadline_s = 1200.0
 
     config.model = ConfigDict()
-    config.model.folder = ""  # Hugging Face folder of a Qwen3, Qwen3-MoE or OLMoE; empty: a cold start makes the model
-    config.model.published = ""  # model the folder must hold, such as "Qwen3-30B-A3B"; lets `plan` run without a folder
-    config.model.dtype = "bfloat16"  # compute dtype, "bfloat16" or "float32"; what is trained is always float32
-    # What each layer keeps for the backward pass. "full": its input; "offload": its input, in host memory; "dots": its
-    # input and the outputs of its matmuls; "none": all activations, nothing is recomputed.
+    config.model.folder = ""  # Hugging Face folder of a Qwen3, Qwen3-MoE or OLMoE. Empty: a cold start's model
+    config.model.published = ""  # expected model, e.g. "Qwen3-30B-A3B". Lets `plan` run without a folder
+    config.model.dtype = "bfloat16"  # for compute, "bfloat16" or "float32". Trained weights are always float32
+    # Kept per layer for the backward pass. "full": its input. "offload": its input, in host memory. "dots": its input
+    # and matmul outputs. "none": all activations, without recomputation.
     config.model.remat = "full"
     config.model.dispatch = "gather"  # of tokens to experts: "gather" or, on TPU, "ragged_all_to_all"
-    config.model.architecture = ConfigDict()  # fields of ModelConfig for the model that the cold start makes
+    config.model.architecture = ConfigDict()  # fields of ModelConfig for the cold start's model
 
-    # Low-rank adapters (LoRA): the model's own weights stay as they are, and matrices beside them are trained.
+    # Low-rank adapters (LoRA), trained instead of the model's own weights.
     config.adapter = ConfigDict()
-    config.adapter.rank = 0  # rank beside matrices that every token passes; this and expert_rank 0: train all weights
-    config.adapter.expert_rank = 0  # rank beside the matrices of every expert; 0: experts stay as they are
+    config.adapter.rank = 0  # rank for matrices used by every token. Both ranks 0: all weights are trained
+    config.adapter.expert_rank = 0  # rank for each expert's matrices, 0: no expert adapters
     config.adapter.alpha = 8.0  # an adapter's product is multiplied by alpha / √rank
-    # Matrices with adapters: gate_proj, up_proj and down_proj mean those of dense layers; "router" may be added.
+    # Matrices with adapters. gate_proj, up_proj and down_proj mean dense layers. "router" may be added.
     config.adapter.targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     config.adapter.expert_targets = ("gate_proj", "up_proj", "down_proj")
-    config.adapter.folder = ""  # folder of `peft` with the adapters to start with; empty: new ones
-    # Dtype of the model's own weights: "float32", "bfloat16" or, matrices, "int8" with a scale for each output channel.
+    config.adapter.folder = ""  # `peft` folder with initial adapters. Empty: new ones
+    # Dtype of frozen weights: "float32", "bfloat16" or, for matrices, "int8" with a scale per output channel.
     config.adapter.base_dtype = ""  # empty: model.dtype
 
-    config.coldstart = ConfigDict()  # supervised training of an initial policy; unused if model.folder is set
-    config.coldstart.steps = 0  # optimizer steps; 0: no cold start
-    # File of conversations to learn, whose assistant's turns are the demonstrations; empty: the task's worked answers.
+    config.coldstart = ConfigDict()  # supervised training of an initial policy, unused if model.folder is set
+    config.coldstart.steps = 0  # optimizer steps, 0: no cold start
+    # File of conversations with assistant turns to learn. Empty: the task's worked answers.
     config.coldstart.conversations = ""
     config.coldstart.batch = 64  # demonstrations per step
-    # Stages of equal length, each with the share of its demonstrations that give the answer without the work: with
-    # (0.0, 0.0, 0.6) six of ten in the last third. (): none.
+    # Shares of demonstrations with the answer alone, in stages of equal length: (0.0, 0.0, 0.6) makes six of ten terse
+    # in the last third. (): none.
     config.coldstart.terse = ()
-    config.coldstart.vocab_size = 320  # size of the vocabulary of the tokenizer, which is trained too, and of the model
-    config.coldstart.train_router = True  # False: routers get no gradient and, left out of the decay, stay as they are
+    config.coldstart.vocab_size = 320  # vocabulary size of the model and its new tokenizer
+    config.coldstart.train_router = True  # False: routers get neither gradient nor decay
     config.coldstart.log_every = 100  # steps between progress reports
     config.coldstart.optimizer = adamw(learning_rate=3e-3, schedule="cosine", warmup_updates=20)
 
     config.data = ConfigDict()
     config.data.task = ""  # "gsm8k", "jsonl", one of `functions`, or a generated one (data/generated.py)
-    # gsm8k, jsonl: folder with files of training and of held-out rows, named as on a hub, or a prepared TFDS directory.
+    # gsm8k, jsonl: folder with files of training and held-out rows, named as on a hub, or a prepared TFDS directory.
     config.data.folder = ""
-    # jsonl: instead of a folder, a file or folder of training rows: JSON Lines, JSON, CSV or Parquet; "data/train" is
-    # all of data/train-00000-of-00002.parquet and the others.
+    # jsonl: instead of a folder, a file or folder of training rows (JSON Lines, JSON, CSV or Parquet). "data/train"
+    # means all parts data/train-00000-of-00002.parquet …
     config.data.train = ""
-    config.data.test = ""  # jsonl: the held-out rows, likewise
-    # jsonl, conversations and examples: field of the prompt, by its whole name or with dots into objects; empty:
-    # `question`, `prompt` or `messages`, whichever a row has.
+    config.data.test = ""  # jsonl: held-out rows, likewise
+    # jsonl, conversations and examples: field of the prompt, with dots into objects. Empty: a row's `question`,
+    # `prompt` or `messages`.
     config.data.prompt = ""
-    config.data.held_out = 0.05  # jsonl: share of the training rows that is held out where there is no file of such
-    config.data.answer = "answer"  # likewise: field of the reference answer; empty: rows need none
-    config.data.sources = ConfigDict()  # jsonl: instead of one file, several, mixed by weight: name -> `source(…)`
-    config.data.data_dir = ""  # generated tasks only: folder to build the data set in; empty: TFDS's default
-    config.data.options = (
-        ConfigDict()
-    )  # generated tasks: difficulty, seed, train_size, test_size; one of `functions`: its own
-    config.data.limit = 0  # use only this many records, the first of the training split; 0: all
-    config.data.prompts_per_batch = 128  # prompts, and so groups, per training batch and per evaluation batch
-    config.data.max_prompt_length = 512  # tokens; longer prompts are left out, never cut
+    config.data.held_out = 0.05  # jsonl: held-out share of training rows, without held-out files
+    config.data.answer = "answer"  # likewise: field of the reference answer. Empty: rows need none
+    config.data.sources = ConfigDict()  # jsonl: several weighted files instead of one, name -> `source(…)`
+    config.data.data_dir = ""  # generated tasks: folder to build the data set in. Empty: TFDS's default
+    config.data.options = ConfigDict()  # generated tasks: difficulty, seed, train_size, test_size. Functions: their own
+    config.data.limit = 0  # use only the first N training records, 0: all
+    config.data.prompts_per_batch = 128  # prompts (groups) per training or evaluation batch
+    config.data.max_prompt_length = 512  # tokens. Longer prompts are left out, never cut
     config.data.system = ""  # system prompt of conversations without one
-    config.data.instruction = placeholder(str)  # text appended to the last user turn; None: the task's own
-    config.data.few_shot = ""  # file of worked examples, which come before every prompt as turns
-    config.data.shots = 0  # use only this many examples, the first of the file; 0: all
-    config.data.enable_thinking = placeholder(bool)  # for chat templates that ask, such as Qwen3's; None: their default
-    # Time that chat templates are told if they ask, such as "2026-12-24" or "2026-12-24T18:30".
+    config.data.instruction = placeholder(str)  # text appended to the last user turn, None: the task's own
+    config.data.few_shot = ""  # file of worked examples, as turns before every prompt
+    config.data.shots = 0  # use only the first N examples, 0: all
+    config.data.enable_thinking = placeholder(bool)  # for chat templates with this option (Qwen3). None: their default
+    # Time for chat templates that ask, "2026-12-24" or "2026-12-24T18:30".
     config.data.clock = CLOCK
 
     config.sampling = ConfigDict()
     config.sampling.group_size = 8  # responses per prompt
-    config.sampling.max_response_length = 1024  # tokens, EOS included; of an episode: all turns and replies
-    config.sampling.temperature = 1.0  # softmax temperature, also of the trainer's log-probs; must be above 0
-    config.sampling.top_k = 0  # sample among the k most probable tokens; 0: off
-    config.sampling.top_p = 1.0  # sample among the fewest tokens whose probabilities reach top_p; 1: off
-    config.sampling.min_p = 0.0  # leave out tokens below min_p times the largest probability; 0: off
-    config.sampling.stop_ids = ()  # token ids, or texts of one token, that end a turn in addition to the tokenizer's
-    config.sampling.prefix = ""  # text that every response begins with, such as "<think>\n"; not trained on
-    # "bfloat16" or "int8": round the sampler's weights to what a rollout engine would store, under a trainer in more
-    # precision, so that the two policies differ as they do there. Empty: model.dtype alone.
+    config.sampling.max_response_length = 1024  # tokens, EOS included. Of an episode: all turns and replies
+    config.sampling.temperature = 1.0  # softmax temperature, also of the trainer's log-probs. Must be above 0
+    config.sampling.top_k = 0  # sample among the k most probable tokens, 0: off
+    config.sampling.top_p = 1.0  # sample among the fewest tokens with probabilities that reach top_p, 1: off
+    config.sampling.min_p = 0.0  # leave out tokens below min_p times the largest probability, 0: off
+    config.sampling.stop_ids = ()  # token ids, or one-token texts, that also end a turn
+    config.sampling.prefix = ""  # beginning of every response, e.g. "<think>\n", not trained on
+    # "bfloat16" or "int8": round the sampler's weights as a rollout engine would, under a more precise trainer. Empty:
+    # model.dtype alone.
     config.sampling.weights_dtype = ""
-    # "int8": the decoder's cache of keys and values takes half of bfloat16's memory and time to read, with a scale for
-    # each token and head. The sampler's policy then differs a little from the trainer's. Empty: model.dtype.
+    # "int8": store keys and values with a scale per token and head, in half of bfloat16's memory and read time. The
+    # sampler then differs a little from the trainer. Empty: model.dtype.
     config.sampling.cache_dtype = ""
-    config.sampling.slots = placeholder(int)  # responses decoded concurrently, over all devices; None: all of them
-    config.sampling.mesh = ConfigDict()  # sampler mesh on the trainer's devices; all 0: `mesh` above; else 0 means 1
+    config.sampling.slots = placeholder(int)  # responses decoded concurrently, over all devices. None: all
+    config.sampling.mesh = ConfigDict()  # sampler mesh on the trainer's devices. All 0: as `mesh`. Otherwise 0 means 1
     config.sampling.mesh.update({"data": 0, "fsdp": 0, "expert": 0, "tensor": 0})
-    config.sampling.partial = ConfigDict()  # partial rollouts: unfinished responses resume in the next sampling call
+    config.sampling.partial = ConfigDict()  # unfinished responses resume in the next sampling call
     # Prompts in flight per sampling call, more than data.prompts_per_batch. None: no partial rollouts.
     config.sampling.partial.prompts = placeholder(int)
-    # End the sampling call once this share of its unfinished responses has ended; counted on each batch shard.
+    # End the sampling call once this share of its unfinished responses has ended, counted per batch shard.
     config.sampling.partial.share = 0.9
-    # Sampling rounds per iteration, at most. Above 1: DAPO's dynamic sampling, in which further rounds replace groups
-    # that there is nothing to learn from, because all their advantages are 0.
+    # Maximum sampling rounds per iteration. Above 1: DAPO's dynamic sampling, replacing groups with all advantages 0.
     config.sampling.rounds = 1
-    # One of `rewards` or `step_rewards` by which dynamic sampling replaces groups, too: those whose scores are equal. A
-    # reward for the format alone would keep groups of wrong answers. Empty: by the advantages alone.
+    # A reward or step reward: dynamic sampling also replaces groups with equal scores. Otherwise a format reward would
+    # keep groups of wrong answers. Empty: by the advantages alone.
     config.sampling.filter = ""
 
     config.environment = ConfigDict()  # episodes of several turns
-    config.environment.name = ""  # what replies to a turn, such as "countdown_feedback"; empty: one turn, no replies
-    config.environment.turns = 2  # turns of the policy per episode, at most
+    config.environment.name = ""  # replies to turns, e.g. "countdown_feedback". Empty: one turn, no replies
+    config.environment.turns = 2  # maximum turns of the policy per episode
 
-    # Functions of your own: name -> "path/to/file.py:function" or "package.module:function". The name can then stand
-    # wherever the catalogue's do: in rewards, step_rewards, environment.name, objective.name, mismatch.correction and
-    # data.task.
+    # Functions of your own: name -> "path/to/file.py:function" or "package.module:function". The name is valid in
+    # rewards, step_rewards, environment.name, objective.name, mismatch.correction and data.task.
     config.functions = ConfigDict()
 
-    config.rewards = ConfigDict()  # reward function: weight; 0: logged, not added
+    config.rewards = ConfigDict()  # reward function: weight, 0: logged, not added
     config.scoring = ConfigDict()  # rewards that run in other processes: math_verify in workers, code in a sandbox
-    config.scoring.timeout_s = 2.0  # seconds per response; after that a worker's call has no score, a program scores 0
-    config.scoring.unsafe = False  # run programs of the model without a sandbox, with this account's rights
-    # Worker processes for each process of the run; None: the cores of its host, shared by the processes that run there.
+    config.scoring.timeout_s = 2.0  # seconds per response. On timeout, a worker's call has no score, a program scores 0
+    config.scoring.unsafe = False  # run model-written programs without a sandbox, with this account's rights
+    # Worker processes per process of the run. None: its share of the host's cores.
     config.scoring.workers = placeholder(int)
 
-    config.step_rewards = ConfigDict()  # step-reward function: weight; for objectives with per-token advantages
+    config.step_rewards = ConfigDict()  # step-reward function: weight. For objectives with per-token advantages
     config.overlong = ConfigDict()  # DAPO's soft overlong punishment
-    config.overlong.penalty = 0.0  # its weight in the reward; 0: off
-    config.overlong.cache = 0  # last tokens before max_response_length, over which it grows from 0 to -1
-    config.overlong.filter = False  # True: do not train on responses truncated at the limit
+    config.overlong.penalty = 0.0  # its weight in the reward, 0: off
+    config.overlong.cache = 0  # tokens before max_response_length where it grows from 0 to -1
+    config.overlong.filter = False  # True: do not train on truncated responses
 
-    # An objective of the catalogue; below, each one's hyper-parameters, which its function documents.
+    # Objective. Its function documents the hyper-parameters below.
     config.objective = ConfigDict({"name": "gspo", **_sections(objectives.catalogue)})
 
     config.routing = ConfigDict()  # mixture-of-experts models only
-    config.routing.replay = "none"  # "r2": the trainer replays the old policy's expert choices; "r3": the sampler's
-    config.routing.balance_weight = 0.0  # weight of the load-balancing loss; 0: off
-    config.routing.z_weight = 0.0  # weight of the router z-loss; 0: off
-    # Iterations between two measurements of what routing does to the log-ratios (`noise/…`), each of which takes two
-    # forward passes after the iteration's updates. 0: none.
+    config.routing.replay = "none"  # "r2": the trainer replays the old policy's expert choices. "r3": the sampler's
+    config.routing.balance_weight = 0.0  # weight of the load-balancing loss, 0: off
+    config.routing.z_weight = 0.0  # weight of the router z-loss, 0: off
+    # Iterations between measurements of routing's effect on log-ratios (`noise/…`, two forward passes each). 0: none.
     config.routing.noise_every = 0
-    config.reference = ConfigDict()  # reference policy: the policy the run begins from, frozen
-    config.reference.kl_weight = 0.0  # weight of the KL to it; 0: no reference policy
+    config.reference = ConfigDict()  # reference policy: the run's initial policy, frozen
+    config.reference.kl_weight = 0.0  # weight of the KL to it, 0: no reference policy
     config.reference.estimator = "k3"  # estimator of the KL in the loss: "k1", "k2" or "k3"
-    config.reference.place = "loss"  # or "reward": subtract the KL (k1) from every token's reward; ppo only
+    config.reference.place = "loss"  # or "reward": subtract the KL (k1) from every token's reward, ppo only
     config.critic = ConfigDict()  # ppo only
-    config.critic.trunk = "own"  # a copy of the initial policy's trunk; "policy": a value head on the policy's
+    config.critic.trunk = "own"  # a copy of the initial policy's trunk. "policy": a value head on the policy's
     config.critic.optimizer = adamw(learning_rate=1e-5, schedule="constant", warmup_updates=10)
-    config.mismatch = ConfigDict()  # importance weights that correct for the mismatch of sampler and trainer
-    config.mismatch.correction = ""  # "tis", "icepop", "sequence_mask": need old_logprobs="recompute"; empty: none
-    # Off-policy sequence mask: a response with a negative advantage has no gain once the mean of log μ − log π_θ over
-    # its tokens exceeds this number of nats, μ the sampler's policy and π_θ that of the update. None: off.
+    config.mismatch = ConfigDict()  # importance weights for the sampler–trainer mismatch
+    config.mismatch.correction = ""  # "tis", "icepop", "sequence_mask": need old_logprobs="recompute". Empty: none
+    # Off-policy sequence mask: a response with a negative advantage has no gain if its mean log μ − log π_θ per token
+    # exceeds this many nats (μ: sampler's policy, π_θ: the update's). None: off.
     config.mismatch.negative_mask = placeholder(float)
     config.mismatch.update(_sections(mismatch))
 
     config.training = ConfigDict()
     config.training.minibatches = 4  # optimizer updates per batch
-    # Tokens of a row, into which responses are packed; each batch shard computes one row at a time. It must hold a
-    # prompt and a response of full length; more take more memory, and more padding if a shard has few. None: the
-    # fewest, from 1024 on, of which responses of full length leave little to spare.
+    # Tokens of a row of packed responses, at least a prompt and response of full length. Each batch shard computes one
+    # row at a time. Longer rows take more memory and, with few responses per shard, more padding. None: the fewest,
+    # from 1024 on, that full-length responses nearly fill.
     config.training.row_tokens = placeholder(int)
-    config.training.max_skipped = 10  # end the run after so many updates in a row whose gradient was not finite
+    config.training.max_skipped = 10  # consecutive updates with non-finite gradients that end the run
     config.training.old_logprobs = "sampler"  # or "recompute": score with the trainer before a batch's first update
-    config.training.entropy_weight = 0.0  # weight of an entropy bonus in the loss; 0: off
-    config.training.logprob_chunk = 4096  # tokens, over all devices, whose logits are in memory at once
+    config.training.entropy_weight = 0.0  # weight of an entropy bonus in the loss, 0: off
+    config.training.logprob_chunk = 4096  # tokens, over all devices, with logits in memory at once
 
     config.optimizer = adamw(learning_rate=1e-6, schedule="constant", warmup_updates=10)
 
     config.eval = ConfigDict()  # evaluation on held-out prompts
-    config.eval.every = 20  # iterations between evaluations; the initial and the final policy are always evaluated
-    config.eval.prompts = 256  # use only this many prompts, the first of the test split; 0: all
-    config.eval.correct = ""  # reward function, one of `rewards`, that decides which responses are correct
-    config.benchmarks = ConfigDict()  # benchmarks during the run, each with its own interval: name -> `benchmark(…)`
+    config.eval.every = 20  # iterations between evaluations, in addition to the initial and final ones
+    config.eval.prompts = 256  # use only the first N test prompts, 0: all
+    config.eval.correct = ""  # the reward, one of `rewards`, that decides correctness
+    config.benchmarks = ConfigDict()  # benchmarks during the run: name -> `benchmark(…)`
     config.log = ConfigDict({"samples_every": 20, "samples": 4})  # iterations between samples shown, and how many
-    config.log.wandb = ""  # project at Weights & Biases that also gets the metrics; empty: none
+    config.log.wandb = ""  # Weights & Biases project for the metrics. Empty: none
     config.checkpoint = ConfigDict({"every": 20, "keep": 2})  # iterations between checkpoints, and newest ones kept
     config.checkpoint.keep_best = False  # also keep the checkpoint with the highest held-out accuracy
     return config
@@ -195,7 +191,7 @@ def base() -> ConfigDict:
 def on_gsm8k(published: str = "") -> ConfigDict:
     """Return `base()` for GSM8K: math-verify's verdict, and a small reward for the answer's format.
 
-    `published` is the name of the model, such as "Qwen3-30B-A3B", or empty.
+    `published` is the model's name, e.g. "Qwen3-30B-A3B", or empty.
     """
     config = base()
     config.model.published = published
@@ -212,18 +208,18 @@ def adamw(*, learning_rate: float, schedule: str, warmup_updates: int) -> Config
     config = ConfigDict()
     config.learning_rate = learning_rate  # after the warm-up
     config.schedule = schedule  # "constant", or "cosine", which falls to zero at the end of the run
-    config.warmup_updates = warmup_updates  # updates in which the learning rate rises linearly
+    config.warmup_updates = warmup_updates  # updates of linear learning-rate warm-up
     config.b1 = 0.9  # decay of the mean of gradients
     config.b2 = 0.95  # decay of the mean of their squares
-    config.weight_decay = 0.0  # times the learning rate, the share of a parameter that an update takes off
-    # Parameters that are not decayed: "norm", "bias" and "router", perhaps also "embed" and "head"; (): decay them all.
+    config.weight_decay = 0.0  # each update removes learning_rate × this share of a parameter
+    # Parameters without decay: "norm", "bias" and "router", optionally "embed" and "head". (): decay all.
     config.no_decay = ("norm", "bias", "router")
-    config.max_grad_norm = 1.0  # global norm at which gradients are clipped
+    config.max_grad_norm = 1.0  # global norm for gradient clipping
     return config
 
 
 def _sections(module: ModuleType) -> dict[str, ConfigDict]:
-    """Return a section for each function of a module's `__all__`: its keyword arguments, with their defaults."""
+    """Return a section of keyword arguments and defaults for each function of a module's `__all__`."""
     return {name: _section(getattr(module, name)) for name in module.__all__}
 
 
@@ -237,26 +233,165 @@ def _section(function: Callable[..., Any]) -> ConfigDict:
 
 
 def benchmark(data: str = "", **fields: Any) -> ConfigDict:
-    """Return a section of `benchmarks`: its folder or file, and any of the other fields.
+    """Return a section of `benchmarks`: its folder or file, and any other fields.
 
-    The section's name is that of a benchmark (docs/benchmarks.md); under any other, `data` is a file of rows.
+    Name the section after a benchmark (docs/benchmarks.md). Under any other name, `data` is a file of rows.
     """
     config = ConfigDict({"data": data})
-    config.every = 0  # iterations between two times; the initial and the final policy take it too; 0: never
-    config.samples = 8  # responses to every problem, a multiple of sampling.group_size
+    config.every = 0  # iterations between benchmarks, in addition to the initial and final ones. 0: never
+    config.samples = 8  # responses per problem, a multiple of sampling.group_size
     config.update(fields)
     return config
 
 
 def source(train: str, **fields: Any) -> ConfigDict:
-    """Return a source of `data.sources`: a file or folder of training rows, and any of the other fields."""
+    """Return a source of `data.sources`: a file or folder of training rows, and any other fields."""
     config = ConfigDict({"train": train})
-    config.test = ""  # the held-out rows; empty: the share data.held_out of the training rows
-    config.weight = 1.0  # share of its prompts in training, relative to other sources
-    config.rewards = ()  # those of `rewards` that score its responses; empty: all
-    config.correct = ""  # the one of them that decides which are correct in evaluations; empty: eval.correct
-    config.prompt = placeholder(str)  # field of its prompts; None: data.prompt
+    config.test = ""  # held-out rows. Empty: the share data.held_out of the training rows
+    config.weight = 1.0  # relative share of training prompts
+    config.rewards = ()  # subset of `rewards` for its responses, empty: all
+    config.correct = ""  # its reward for correctness in evaluations, empty: eval.correct
+    config.prompt = placeholder(str)  # field of its prompts, None: data.prompt
     config.system = placeholder(str)  # None: data.system
     config.instruction = placeholder(str)  # None: data.instruction
     config.update(fields)
     return config
+
+
+INT32 = 2**31 - 1
+"""Array indices and update counts are int32."""
+
+
+class Range(NamedTuple):
+    """Values that a field may have."""
+
+    words: str
+    """Completes "use …"."""
+    holds: Callable[[Any], bool]
+    """False for NaN."""
+
+
+def _from_to(low: int, high: int) -> Range:
+    return Range(f"{low} to {high}", lambda x: low <= x <= high)
+
+
+def _one_of(*texts: str, note: str = "") -> Range:
+    *others, last = map(repr, texts)
+    return Range(f"{', '.join(others)} or {last}{note}", lambda x: x in texts)
+
+
+COUNT = _from_to(1, INT32)
+COUNT_OR_0 = _from_to(0, INT32)
+AXIS = Range(f"1 to {INT32}, or -1 for the remaining devices", lambda x: x == -1 or 1 <= x <= INT32)
+SAMPLER_AXIS = Range(f"0 to {INT32}, or -1 for the remaining devices", lambda x: -1 <= x <= INT32)
+HOST_LIMIT = _from_to(1, 2**16)  # what one machine can hold
+FINITE = Range("a finite number", lambda x: -math.inf < x < math.inf)
+POSITIVE = Range("a finite number above 0", lambda x: 0 < x < math.inf)
+NOT_NEGATIVE = Range("a finite number, 0 or above", lambda x: 0 <= x < math.inf)
+FRACTION = Range("a fraction from 0 to 1", lambda x: 0 <= x <= 1)
+FRACTION_ABOVE_0 = Range("a fraction above 0, up to 1", lambda x: 0 < x <= 1)
+FRACTION_BELOW_1 = Range("a fraction from 0 up to, but not including, 1", lambda x: 0 <= x < 1)
+
+_ADAMW = {
+    "learning_rate": POSITIVE,
+    "schedule": _one_of("constant", "cosine"),
+    "warmup_updates": COUNT_OR_0,
+    "b1": FRACTION_BELOW_1,
+    "b2": FRACTION_BELOW_1,
+    "weight_decay": NOT_NEGATIVE,
+    "max_grad_norm": Range("a number above 0, or inf for no clipping", lambda x: x > 0),
+}
+
+RANGES = {
+    "seed": _from_to(0, 2**32 - 1),
+    "iterations": COUNT,
+    "cpu_devices": HOST_LIMIT,
+    **{f"mesh.{axis}": AXIS for axis in ("data", "fsdp", "expert", "tensor")},
+    "processes.grace_s": COUNT,
+    "processes.deadline_s": POSITIVE,
+    "model.dtype": _one_of("bfloat16", "float32"),
+    "model.remat": _one_of("none", "dots", "full", "offload"),
+    "model.dispatch": _one_of("gather", "ragged_all_to_all"),
+    **{f"model.architecture.{size}": COUNT for size in ("hidden_size", "num_layers", "num_heads", "num_kv_heads")},
+    **{f"model.architecture.{size}": COUNT for size in ("head_dim", "intermediate_size")},
+    **{f"model.architecture.{size}": COUNT_OR_0 for size in ("num_experts", "experts_per_token")},
+    "model.architecture.moe_intermediate_size": COUNT_OR_0,
+    "model.architecture.rope_theta": POSITIVE,
+    "model.architecture.rms_norm_eps": POSITIVE,
+    "model.architecture.max_position_embeddings": COUNT,
+    "adapter.rank": COUNT_OR_0,
+    "adapter.expert_rank": COUNT_OR_0,
+    "adapter.alpha": POSITIVE,
+    "adapter.base_dtype": _one_of("float32", "bfloat16", "int8", "", note=" for model.dtype"),
+    "coldstart.steps": COUNT_OR_0,
+    "coldstart.batch": COUNT,
+    "coldstart.vocab_size": _from_to(259, INT32),  # all bytes and three special tokens
+    "coldstart.log_every": COUNT,
+    "data.options.train_size": COUNT,
+    "data.options.test_size": COUNT,
+    "data.held_out": FRACTION_BELOW_1,
+    "data.limit": COUNT_OR_0,
+    "data.shots": COUNT_OR_0,
+    "data.prompts_per_batch": COUNT,
+    "data.max_prompt_length": COUNT,
+    "sampling.group_size": COUNT,
+    "sampling.max_response_length": COUNT,
+    "sampling.temperature": Range("a positive number; 0 would make all responses to a prompt equal", POSITIVE.holds),
+    "sampling.weights_dtype": _one_of("bfloat16", "int8", "", note=" for model.dtype"),
+    "sampling.cache_dtype": _one_of("int8", "", note=" for model.dtype"),
+    "sampling.slots": COUNT,
+    **{f"sampling.mesh.{axis}": SAMPLER_AXIS for axis in ("data", "fsdp", "expert", "tensor")},
+    "sampling.partial.prompts": COUNT,
+    "sampling.partial.share": FRACTION_ABOVE_0,
+    "sampling.rounds": COUNT,
+    "environment.turns": COUNT,
+    "scoring.timeout_s": POSITIVE,
+    "scoring.workers": HOST_LIMIT,
+    "overlong.penalty": NOT_NEGATIVE,
+    "mismatch.negative_mask": NOT_NEGATIVE,
+    "overlong.cache": COUNT_OR_0,
+    "routing.replay": _one_of("none", "r2", "r3"),
+    "routing.balance_weight": NOT_NEGATIVE,
+    "routing.z_weight": NOT_NEGATIVE,
+    "routing.noise_every": COUNT_OR_0,
+    "reference.kl_weight": NOT_NEGATIVE,
+    "reference.estimator": _one_of("k1", "k2", "k3"),
+    "reference.place": _one_of("loss", "reward"),
+    "critic.trunk": _one_of("own", "policy"),
+    "training.minibatches": COUNT,
+    "training.row_tokens": COUNT,
+    "training.max_skipped": COUNT,
+    "training.old_logprobs": _one_of("sampler", "recompute"),
+    "training.entropy_weight": FINITE,
+    "training.logprob_chunk": COUNT,
+    **{f"{of}optimizer.{name}": allowed for of in ("", "critic.", "coldstart.") for name, allowed in _ADAMW.items()},
+    "eval.every": COUNT,
+    "eval.prompts": COUNT_OR_0,
+    "log.samples_every": COUNT,
+    "log.samples": COUNT,
+    "checkpoint.every": COUNT,
+    "checkpoint.keep": COUNT,
+}
+"""None is also allowed where it is the default."""
+
+MAY_CHANGE = (
+    "iterations",
+    "eval.",
+    "log.",
+    "checkpoint.",
+    "scoring.",
+    "data.data_dir",
+    "cpu_devices",
+    "processes.",
+    "mesh.",
+    "sampling.slots",
+    "model.dispatch",
+    "model.remat",
+    "training.row_tokens",
+    "training.max_skipped",
+    "training.logprob_chunk",
+)
+"""Prefixes of fields that may change on resuming, with at most rounding differences.
+
+`iterations` may not change under a cosine learning rate.
+"""

@@ -1,17 +1,18 @@
-"""Converts a model between Hugging Face format and an Orbax checkpoint, on the CPU; tokenizer files are copied.
+"""Conversion of a model between Hugging Face format and an Orbax checkpoint, on the CPU, with tokenizer files.
 
     python -m gspo_jax.convert --from=HF_FOLDER --to=FOLDER
     python -m gspo_jax.convert --from=FOLDER --to=HF_FOLDER [--dtype=bfloat16]
     python -m gspo_jax.convert --from=RUN_WITH_ADAPTERS --to=FOLDER [--merge]
 
-An Orbax folder has the parameters in `checkpoints/`, beside a config.json in Hugging Face format. The source may also
-be a run folder: its newest checkpoint becomes a Hugging Face folder, which inference servers can load. That of a run
-with adapters becomes a folder of `peft` with these alone or, with --merge, a model that has them in its weights.
+An Orbax folder has the parameters in `checkpoints/` and a config.json in Hugging Face format. The newest checkpoint of
+a run folder becomes a Hugging Face folder, which inference servers can load. A run with adapters becomes a `peft`
+folder of these alone or, with --merge, a model that has them in its weights.
 """
 
 import json
 import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,16 +22,17 @@ import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
-from gspo_jax import cli, foreign, storage
+from gspo_jax import cli, foreign
 from gspo_jax.data.tokenizer import FILES, Tokenizer
 from gspo_jax.errors import UserError
+from gspo_jax.folder import storage
+from gspo_jax.folder.notes import fields_of, read_config
+from gspo_jax.folder.storage import CHECKPOINTS, RunFolder
 from gspo_jax.models import huggingface, int8, lora, peft, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parser import make_parser
-from gspo_jax.reporting.writers import fields_of, read_config
 from gspo_jax.setup import policy
-from gspo_jax.storage import CHECKPOINTS, RunFolder
 from gspo_jax.training.checkpoint import Checkpointer, load_newest
 from gspo_jax.types import Weights
 
@@ -41,11 +43,11 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool
     """Write the model in `source` to the new folder `target` in the other format and return a summary.
 
     Args:
-      source: a Hugging Face folder, an Orbax folder written by this function, or a run folder.
-      target: a folder that does not exist or is empty.
-      dtype: "float32" or "bfloat16"; by default that of `source`, which is float32 for a run. The Orbax format keeps
-        norms and routers in float32.
-      merge: write a run's adapters as part of the model's weights.
+      source: a Hugging Face folder, a converted folder or a run folder.
+      target: a missing or empty folder.
+      dtype: "float32" or "bfloat16". By default the source's, float32 for a run. Orbax keeps norms and routers in
+        float32.
+      merge: merge a run's adapters into the weights.
 
     Raises:
       UserError: `source` is none of these folders, or `target` is not empty.
@@ -102,17 +104,17 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool
 
 
 class _Model(NamedTuple):
-    """A model that was read."""
+    """Loaded model."""
 
     weights: Weights
     config: ModelConfig
     tokenizer: Path
-    """The folder that holds its tokenizer, which is that of a run's first model."""
+    """Folder with its tokenizer. For a run, the initial model's."""
     adapters: lora.Adapters | None = None
-    """The rule of its adapters; None if it has none."""
+    """None if it has no adapters."""
     in_hugging_face_format: bool = False
     stops: Tokenizer | None = None
-    """A run's tokenizer, whose EOS tokens end responses, be they named in its folder or not."""
+    """A run's tokenizer, with all its EOS tokens."""
 
 
 def _save(params: nnx.State, config: ModelConfig, folder: Path) -> None:
@@ -125,7 +127,6 @@ def _save(params: nnx.State, config: ModelConfig, folder: Path) -> None:
 
 
 def _load(folder: Path) -> _Model:
-    """Return the model of a folder with checkpoints."""
     fields = read_config(folder)
     if fields is None:
         raise UserError(f"{folder} has {CHECKPOINTS} but no {huggingface.CONFIG}; it is incomplete, write it again")
@@ -133,7 +134,6 @@ def _load(folder: Path) -> _Model:
 
 
 def _load_converted(folder: Path, fields: dict[str, Any]) -> _Model:
-    """Load a folder written by `_save`, in the dtype it was saved in."""
     config = huggingface.read_config(folder)
     shapes = huggingface.with_dtype(transformer.abstract(config)[1], jnp.dtype(fields["torch_dtype"]))
     shardings = mesh_lib.param_shardings(shapes, _one_device())
@@ -144,7 +144,7 @@ def _load_converted(folder: Path, fields: dict[str, Any]) -> _Model:
 
 
 def _load_run(folder: Path, fields: dict[str, Any]) -> _Model:
-    """Load a run's newest checkpoint; shape and tokenizer are those of the model the run started from."""
+    """Load a run's newest checkpoint. Shape and tokenizer are the initial model's."""
     config = ConfigDict(fields_of(fields))
     first = policy.initial_folder(config, folder)
     model, tokenizer = policy.read_folder(config, first)
@@ -160,26 +160,18 @@ def _one_device() -> jax.sharding.Mesh:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    try:
-        given = make_parser("convert").parse_args(arguments)
-        cli.check_facts_file(given.json)
-        cli.check_output_folder(given.target, flag="to")
-        storage.find(given.target, flag="--to")
-        jax.config.update("jax_platforms", "cpu")  # a model that fits the host need not fit one accelerator
-        done = convert(given.source, given.target, dtype=given.dtype, merge=given.merge)
-        cli.write_facts(given.json, done)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except Exception as error:
-        says = storage.fault(error, "--to")
-        if says is None:
-            raise
-        print(f"error: {says}", file=sys.stderr)
-        return 1
+    return make_parser("convert").run(_command, arguments, place="--to")
+
+
+def _command(given: Namespace) -> None:
+    cli.check_facts_file(given.json)
+    cli.check_output_folder(given.target, flag="to")
+    storage.find(given.target, flag="--to")
+    jax.config.update("jax_platforms", "cpu")  # a model may fit the host but not an accelerator
+    done = convert(given.source, given.target, dtype=given.dtype, merge=given.merge)
+    cli.write_facts(given.json, done)
     size = f"{done['parameters'] / 1e6:,.2f} M parameters, {done['dtype']}, {done['bytes'] / 1e6:,.1f} MB"
     print(f"{done['to']}: {done['model_type']} in {done['format']} format, {size}")
-    return 0
 
 
 if __name__ == "__main__":

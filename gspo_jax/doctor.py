@@ -1,9 +1,9 @@
-"""Checks, before a run, that this machine has what a run needs; each check is ok, a warning, or failed.
+"""Checks that this machine has what a run needs. Each is ok, a warning, or failed.
 
     python -m gspo_jax.doctor [--config=configs/NAME.py] [--workdir=DIR or gs://BUCKET/RUN] [--json=FILE]
 
 The default config is `gspo_jax.config.base`. On a pod, start it on all hosts at once, like a run. The exit code is 1 if
-a check failed. Not checked: whether a model fits the devices; `gspo_jax.plan` does that.
+a check failed. Whether a model fits the devices is for `gspo_jax.plan` to check.
 """
 
 import dataclasses
@@ -26,30 +26,32 @@ from ml_collections import ConfigDict
 from packaging.requirements import Requirement
 from rich.console import Console
 
-from gspo_jax import cli, storage
+from gspo_jax import cli
 from gspo_jax.config import base
+from gspo_jax.config_files import last_given
 from gspo_jax.errors import UserError
+from gspo_jax.folder import storage
 from gspo_jax.kernels import backend
 from gspo_jax.parallel import compilation
 from gspo_jax.parallel.processes import PARENT, cores
-from gspo_jax.reporting.progress import make_table
+from gspo_jax.progress import make_table
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.policy import model_config
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 TRAINER = "gspo_jax.train"
 NO_DEVICES = (RuntimeError, AssertionError)
-"""Errors of jax where a platform does not start; an assertion if no installed plugin provides it."""
+"""jax's errors if a platform does not start."""
 NVIDIA_SMI = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_cap", "--format=csv,noheader"]
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-"""Packages of which jax needs one to use a GPU."""
+"""jax needs one to use a GPU."""
 MIN_DRIVER = 525
-"""Oldest driver for which CUDA 12 is made; nvidia-smi of later ones knows every field that is asked for."""
+"""Oldest driver for CUDA 12."""
 GIB = 2**30
 MIN_FREE_GIB = 20.0
-"""Free GiB in a local run folder below which checkpoints may soon fill the disk."""
+"""Below this, checkpoints in a local run folder may soon fill the disk."""
 MIN_OPEN_FILES = 4096
-"""Limit on open files below which readers of a sharded checkpoint may run out of file descriptors."""
+"""Below this, reading a sharded checkpoint may fail."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,20 +59,15 @@ class Finding:
     """Result of one check."""
 
     check: str
-    """Name of the check."""
     state: str
     """One of "ok", "warning" and "failed"."""
     found: str
-    """Observed value or error."""
     remedy: str = ""
-    """One sentence on what to do; empty if the check is ok."""
+    """Command or step that mends it. Empty if ok."""
 
 
 def examine(config: ConfigDict, workdir: str | None) -> list[Finding]:
-    """Run all checks, in order of dependence.
-
-    A check that raises becomes a failed finding: this command is for machines on which things go wrong.
-    """
+    """Run all checks, in order of dependence. A check that raises becomes a failed finding."""
     checks: dict[str, Callable[[], Finding | list[Finding]]] = {
         "versions": versions,
         "devices": devices,
@@ -88,7 +85,7 @@ def examine(config: ConfigDict, workdir: str | None) -> list[Finding]:
     found: list[Finding] = []
     for name, check in checks.items():
         if name in ("processes", "mesh") and not _starts():
-            continue  # what `devices` says is enough
+            continue  # `devices` reports it
         try:
             seen = check()
         except Exception as error:
@@ -100,7 +97,7 @@ def examine(config: ConfigDict, workdir: str | None) -> list[Finding]:
 
 
 def versions() -> list[Finding]:
-    """Check Python and package versions against the bounds in this project's metadata."""
+    """Check Python and package versions against this project's metadata."""
     bounds: dict[str, Requirement] = {}
     for text in metadata.requires("gspo_jax") or ():
         requirement = Requirement(text)
@@ -125,12 +122,12 @@ def versions() -> list[Finding]:
 
 
 def on_tpu_vm() -> bool:
-    """Return whether this machine has TPU chips, even if another process holds them."""
+    """Return True if this machine has TPU chips, even if another process holds them."""
     return os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0")
 
 
 def devices() -> Finding:
-    """Check the devices that jax runs on and report the memory of one."""
+    """Check jax's devices and report the memory of one."""
     try:
         here = jax.local_devices()
     except NO_DEVICES as error:
@@ -151,7 +148,6 @@ def devices() -> Finding:
 
 
 def _starts() -> bool:
-    """Whether jax has devices."""
     try:
         return bool(jax.local_devices())
     except NO_DEVICES:
@@ -159,7 +155,7 @@ def _starts() -> bool:
 
 
 def gpus() -> list[Finding]:
-    """Check that jax uses the NVIDIA GPUs that the driver's command lists; none are found on a machine without it."""
+    """Check that jax uses the NVIDIA GPUs that nvidia-smi lists. Empty without nvidia-smi."""
     if shutil.which(NVIDIA_SMI[0]) is None:
         return []
     tried = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, check=False, timeout=20)
@@ -188,7 +184,7 @@ def gpus() -> list[Finding]:
 
 
 def _cuda_remedy() -> str:
-    """Return what keeps jax from trying to use an NVIDIA GPU, as steps to take; empty if nothing does."""
+    """Return steps to let jax use a GPU, if any are missing."""
     steps = [] if any(map(importlib.util.find_spec, CUDA_PLUGINS)) else ["pip install 'gspo_jax[cuda]'"]
     asked = jax.config.jax_platforms or ""
     if asked and "cuda" not in asked and "gpu" not in asked:
@@ -197,7 +193,7 @@ def _cuda_remedy() -> str:
 
 
 def processes() -> Finding:
-    """Check that this process has its share of all processes' devices."""
+    """Check that this process has its share of all devices."""
     count, here, all_devices = jax.process_count(), jax.local_device_count(), jax.device_count()
     found = f"process {jax.process_index()} of {count}, owns {here} of {all_devices} devices"
     if here * count != all_devices:
@@ -207,7 +203,7 @@ def processes() -> Finding:
 
 
 def mesh(config: ConfigDict) -> Finding:
-    """Check that the config's mesh fits the devices and its batch the mesh, if the config has a model."""
+    """Check that the config's mesh fits devices and batch, if it has a model."""
     if not (config.model.folder or config.model.published or config.coldstart.steps):
         remedy = "Give the run's --config, and its --config.model.folder if that names no model."
         return Finding("mesh", "warning", "not checked: the config has no model", remedy)
@@ -219,7 +215,7 @@ def mesh(config: ConfigDict) -> Finding:
 
 
 def host() -> Finding:
-    """Check the free memory of this machine and report its cores."""
+    """Check free memory and report cores."""
     memory = psutil.virtual_memory()
     found = f"{cores()} cores, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB are free"
     if memory.available < memory.total / 4:
@@ -228,7 +224,7 @@ def host() -> Finding:
 
 
 def open_files() -> Finding:
-    """Check the limit on open files that this process was started with."""
+    """Check this process's limit on open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < MIN_OPEN_FILES:
         remedy = f"Raise it before a run on many devices: ulimit -n {min(hard, 65536) if hard > 0 else 65536}."
@@ -237,7 +233,7 @@ def open_files() -> Finding:
 
 
 def bubblewrap() -> Finding:
-    """Check by running it that bubblewrap, the sandbox of rewards that run code, works; kernels may forbid it."""
+    """Check that bubblewrap, the sandbox of rewards that run code, works."""
     program = shutil.which("bwrap")
     needed = "Only rewards that run code need it: "
     if program is None:
@@ -251,7 +247,7 @@ def bubblewrap() -> Finding:
 
 
 def compilation_cache() -> Finding:
-    """Check the cache of compiled programs, with which a second start is faster."""
+    """Check the cache of compiled programs."""
     place = compilation.use_cache()
     if place is None:
         remedy = "Every start compiles again; set JAX_COMPILATION_CACHE_DIR to a folder or gs://BUCKET/compiled"
@@ -261,7 +257,7 @@ def compilation_cache() -> Finding:
 
 
 def run_folder(workdir: str) -> list[Finding]:
-    """Check that a run can keep its files in `workdir`, and the free space there."""
+    """Check that `workdir` is writable, and its free space."""
     found = [_writable("run folder", workdir)]
     if workdir.startswith(storage.BUCKET) or found[0].state == "failed":
         return found
@@ -276,7 +272,7 @@ def run_folder(workdir: str) -> list[Finding]:
 
 
 def strays(workdir: str | None) -> Finding:
-    """Check that no trainer on this machine uses `workdir` already, or has outlived its launcher."""
+    """Check that no trainer on this machine uses `workdir` or has outlived its launcher."""
     found: list[str] = []
     pids: list[str] = []
     for process in psutil.process_iter():
@@ -284,7 +280,7 @@ def strays(workdir: str | None) -> Finding:
             words = process.cmdline()
             if TRAINER not in words or not os.path.basename(words[0]).startswith("python"):
                 continue
-            place = _flag(words, "workdir")
+            place = last_given(words, "workdir")
             holds = workdir is not None and place is not None and _same_place(place, workdir, process.cwd())
             launcher = process.environ().get(PARENT, "")
             orphan = launcher != str(process.ppid()) if launcher else process.ppid() == 1
@@ -300,19 +296,8 @@ def strays(workdir: str | None) -> Finding:
     return Finding("strays", "warning", "; ".join(found), remedy)
 
 
-def _flag(words: Sequence[str], name: str) -> str | None:
-    """Return the last value of an absl flag on a command line; None if it is not given."""
-    value = None
-    for word, after in zip(words, [*words[1:], None], strict=True):
-        if word in (f"--{name}", f"-{name}"):
-            value = after
-        elif word.startswith((f"--{name}=", f"-{name}=")):
-            value = word.partition("=")[2]
-    return value
-
-
 def _same_place(theirs: str, ours: str, cwd: str) -> bool:
-    """Return whether a folder, as another process in `cwd` names it, is `ours`."""
+    """Return True if `theirs`, as a process in `cwd` names it, is `ours`."""
     if storage.BUCKET in (theirs[: len(storage.BUCKET)], ours[: len(storage.BUCKET)]):
         return theirs.rstrip("/") == ours.rstrip("/")
     return os.path.realpath(os.path.join(cwd, theirs)) == os.path.realpath(ours)
@@ -337,7 +322,7 @@ def show(found: Sequence[Finding]) -> None:
 
 
 def main(config: ConfigDict) -> int:
-    """Run the checks, print and write the findings, and return the exit code, 1 if one failed."""
+    """Run the checks and return 1 if one failed."""
     found = examine(config, flags.FLAGS.workdir)
     show(found)
     failed = [finding.check for finding in found if finding.state == "failed"]

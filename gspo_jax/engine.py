@@ -1,86 +1,140 @@
-"""The programs of one training iteration, built once from a config, the model's shape and the meshes.
+"""The programs of a training iteration, built from a config, the model's shape and the meshes.
 
-`train` runs them, `bench` times them, `evaluate` samples with them, and `plan` compiles them for a TPU slice without
-having one. Building an engine allocates nothing on any device.
+`iteration.iterate` runs them, `evaluate` samples with them, and `plan` compiles them for a TPU slice it does not have.
+Building an engine allocates nothing on any device.
 """
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from ml_collections import ConfigDict
 
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import Objective
+from gspo_jax.parallel import hosts
 from gspo_jax.parallel.mesh import SAMPLER, batch_shards, param_shardings
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import StopRule
-from gspo_jax.setup import keys, learning, policy, sampling
+from gspo_jax.setup import keys, learning, players, policy
 from gspo_jax.setup.meshes import Meshes
 from gspo_jax.setup.policy import Policy
 from gspo_jax.training.experience import ExperienceFn, make_experience
+from gspo_jax.training.layout import deal
+from gspo_jax.training.metrics import Metrics
 from gspo_jax.training.packing import Packer
 from gspo_jax.training.scoring import OldPolicyFn, make_old_policy
+from gspo_jax.training.shaping import Shaping
 from gspo_jax.training.state import CriticRule, TrainState, new_state, state_shardings
 from gspo_jax.training.update import BlameFn, UpdateFn, make_blame, make_gradient, make_update
-from gspo_jax.types import Weights
+from gspo_jax.types import Batch, OldPolicy, Packing, Rewards, Rollout, Weights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Programs:
+    """Jitted functions of an iteration, except the sampler's."""
+
+    deal: Callable[[Rollout, Packing], Rollout]
+    score: OldPolicyFn
+    native: OldPolicyFn
+    """Scores any policy with its own routes, recorded."""
+    replayed: OldPolicyFn
+    """Scores any policy with a rollout's routes."""
+    experience: ExperienceFn
+    update: UpdateFn
+    blame: BlameFn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Engine:
-    """The programs of an iteration (sample, score, experience, update, reshard) and the parts they are built from."""
+    """An iteration's steps on a batch and their parts. Methods may be called with any mesh in scope."""
 
     config: ConfigDict
-    """The checked config."""
+    """Already checked."""
     policy: Policy
-    """Graph and parameter shapes of the policy."""
     meshes: Meshes
-    """The trainer's and the sampler's mesh."""
     objective: Objective
     critic: CriticRule | None
-    """None if the objective uses no critic."""
     optimizer: optax.GradientTransformation
-    """The policy's optimizer."""
     sampler: Sampler
-    """Reshards weights from trainer to sampler, prefills and decodes."""
-    score: OldPolicyFn
-    """Log-probs of the old policy and of the reference, and the critic's values, before an iteration's updates."""
-    native: OldPolicyFn
-    """Log-probs of any policy with the routes of its own routers, which it records."""
-    replayed: OldPolicyFn
-    """Log-probs of any policy with the routes that a rollout has."""
     packer: Packer
-    """Decides which row computes which response."""
-    experience: ExperienceFn
-    """Advantages, returns and mismatch corrections of a scored batch."""
-    update: UpdateFn
-    """One optimizer step on a mini-batch."""
-    blame: BlameFn
-    """The loss of an update that was skipped, and the non-finite elements in the gradient of each leaf."""
+    shaping: Shaping
+    programs: Programs
+    frozen: nnx.State = dataclasses.field(default_factory=lambda: nnx.State({}))
+    """Weights that no update changes; empty in full training."""
+    reference: nnx.State | None = None
+    """None without a KL to the reference policy."""
+
+    @property
+    def minibatches(self) -> int:
+        """Updates per iteration."""
+        return self.packer.minibatches
+
+    def weights(self, state: TrainState) -> Weights:
+        return Weights(state.params, self.frozen)
+
+    def sync(self, state: TrainState) -> None:
+        """Load this state's weights into the sampler, as the behaviour policy."""
+        self.sampler.load(self.weights(state))
+        self.sampler.policies += 1
+
+    def pack(self, batch: Batch) -> Batch:
+        """Deal the batch to its rows, where it stays until the last update. The sampler's weights are dropped."""
+        self.sampler.release()
+        packing = self.packer(batch.lengths, batch.prompt_lengths)
+        with jax.set_mesh(self.meshes.trainer):
+            return dataclasses.replace(batch, rollout=self.programs.deal(batch.rollout, packing), packing=packing)
+
+    def score(self, state: TrainState, batch: Batch) -> OldPolicy:
+        """Return the scores that stay fixed during the iteration's updates."""
+        critic = None if state.critic is None else state.critic.params
+        with jax.set_mesh(self.meshes.trainer):
+            return jax.block_until_ready(self.programs.score(self.weights(state), critic, self.reference, batch))
+
+    def experience(self, batch: Batch, old: OldPolicy, rewards: Rewards) -> Batch:
+        """Add the objective's advantages to the batch, after reward shaping and filters."""
+        batch, mesh = dataclasses.replace(batch, old=old, rewards=rewards), self.meshes.trainer
+        with jax.set_mesh(mesh):
+            shaped = hosts.shard_rows(mesh, self.shaping.rewards(batch))
+            return jax.block_until_ready(self.programs.experience(self.objective, batch, shaped))
+
+    def update(self, state: TrainState, batch: Batch, minibatch: int) -> tuple[TrainState, Metrics]:
+        """Take one optimizer step on a mini-batch; the old state is donated.
+
+        One update is in flight at a time, since simulated devices share their threads.
+        """
+        with jax.set_mesh(self.meshes.trainer):
+            state, metrics = self.programs.update(self.objective, state, self.frozen, batch, minibatch)
+            return state, jax.device_get(metrics)
+
+    def blame(self, state: TrainState, batch: Batch, minibatch: int) -> tuple[Any, dict[str, Any]]:
+        """Return a skipped update's loss and non-finite gradient elements of each leaf."""
+        with jax.set_mesh(self.meshes.trainer):
+            return jax.device_get(self.programs.blame(self.objective, state, self.frozen, batch, minibatch))
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The compute dtype."""
         return jnp.dtype(self.config.model.dtype)
 
     @property
     def shardings(self) -> TrainState:
-        """Sharding of every leaf of the train state."""
         return state_shardings(self.policy.shapes.trainable, self.optimizer, self.meshes.trainer, critic=self.critic)
 
     @property
     def state_shapes(self) -> TrainState:
-        """Shape and dtype of every leaf of the train state."""
         return jax.eval_shape(self._new, self.policy.shapes)
 
     def begin(self, weights: Weights) -> TrainState:
-        """The train state before the first update, in the trainer's layout."""
+        """Return the train state before the first update."""
         return jax.jit(self._new, out_shardings=self.shardings)(weights)
 
     def load(self, folder: Path) -> Weights:
-        """Weights that a run starts from, read straight into the trainer's layout; see `Policy.first`."""
+        """Read a run's initial weights straight into the trainer's layout; see `Policy.first`."""
         return self.policy.first(folder, self.meshes.trainer, keys.adapter_key(self.config))
 
     def _new(self, weights: Weights) -> TrainState:
@@ -88,59 +142,53 @@ class Engine:
 
 
 def build(config: ConfigDict, model: ModelConfig, meshes: Meshes, stop: StopRule) -> Engine:
-    """The engine for a model of this shape; compiles nothing yet.
-
-    Args:
-      config: a checked config.
-      model: the policy's shape.
-      meshes: the trainer's and the sampler's mesh.
-      stop: the rule that ends a response.
-    """
-    made, objective = policy.make_policy(config, model), learning.make_objective(config)
+    """Build an engine without weights, from a checked config; compiles nothing yet."""
+    made, critic = policy.make_policy(config, model), learning.make_critic(config, model)
     optimizer, schedule = learning.make_update_rule(config)
-    critic = learning.make_critic(config, model)
-    training, reference = config.training, config.reference
-    with jax.set_mesh(meshes.trainer):  # the compiler's options depend on the platform
-        gradient = make_gradient(
-            made.graph,
-            learning.make_scoring(config),
-            critic=critic,
-            penalties=learning.make_penalties(config),
-            replay=config.routing.replay,
-            minibatches=training.minibatches,
-            group_size=config.sampling.group_size,
-        )
-        shardings = state_shardings(made.shapes.trainable, optimizer, meshes.trainer, critic=critic)
-        update = make_update(gradient, optimizer, schedule, critic=critic, shardings=shardings)
-        score = make_score(config, made, critic, recompute=training.old_logprobs == "recompute")
-        native, replayed = (
-            make_old_policy(made.graph, learning.make_scoring(config), recompute=True, replay=replay)
-            for replay in ("none", "r3")
-        )
     return Engine(
         config=config,
         policy=made,
         meshes=meshes,
-        objective=objective,
+        objective=learning.make_objective(config),
         critic=critic,
         optimizer=optimizer,
         sampler=make_sampler(config, made, meshes, stop),
-        score=score,
-        native=native,
-        replayed=replayed,
         packer=learning.make_packer(config, model, batch_shards(meshes.trainer.shape)),
-        experience=make_experience(
-            group_size=config.sampling.group_size,
-            correction=learning.make_mismatch_correction(config),
-            kl_in_reward=reference.kl_weight if reference.place == "reward" else 0.0,
-        ),
-        update=update,
-        blame=make_blame(gradient, shardings.updates),
+        shaping=learning.make_shaping(config),
+        programs=_programs(config, made, critic, optimizer, schedule, meshes),
     )
 
 
+def _programs(
+    config: ConfigDict,
+    made: Policy,
+    critic: CriticRule | None,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    meshes: Meshes,
+) -> Programs:
+    scoring, shapes = learning.make_scoring(config), made.shapes
+    shardings = state_shardings(shapes.trainable, optimizer, meshes.trainer, critic=critic)
+    penalties, replay, reference = learning.make_penalties(config), config.routing.replay, config.reference
+    with jax.set_mesh(meshes.trainer):  # the compiler's options depend on the platform
+        gradient = make_gradient(made.graph, scoring, critic=critic, penalties=penalties, replay=replay)
+        return Programs(
+            deal=jax.jit(deal),
+            score=make_score(config, made, critic, recompute=config.training.old_logprobs == "recompute"),
+            native=make_old_policy(made.graph, scoring, recompute=True, replay="none"),
+            replayed=make_old_policy(made.graph, scoring, recompute=True, replay="r3"),
+            experience=make_experience(
+                group_size=config.sampling.group_size,
+                correction=learning.make_mismatch_correction(config),
+                kl_in_reward=reference.kl_weight if reference.place == "reward" else 0.0,
+            ),
+            update=make_update(gradient, optimizer, schedule, critic=critic, shardings=shardings),
+            blame=make_blame(gradient, shardings.updates),
+        )
+
+
 def make_score(config: ConfigDict, made: Policy, critic: CriticRule | None, *, recompute: bool) -> OldPolicyFn:
-    """The scoring program; with `recompute` the trainer computes log π_old. Needs the trainer's mesh in scope."""
+    """Build the scoring program; with `recompute` the trainer computes log π_old. Needs the trainer's mesh in scope."""
     return make_old_policy(
         made.graph,
         learning.make_scoring(config),
@@ -152,17 +200,17 @@ def make_score(config: ConfigDict, made: Policy, critic: CriticRule | None, *, r
 
 
 def make_sampler(config: ConfigDict, made: Policy, meshes: Meshes, stop: StopRule) -> Sampler:
-    """The sampler, shared by training and evaluation, so that both use the same distribution and compiled programs."""
+    """Build the sampler that training and evaluation share."""
     return Sampler(
         made.graph,
         made.shapes,
         meshes.sampler,
         dtype=jnp.dtype(config.model.dtype),
         group_size=config.sampling.group_size,
-        sampling=sampling.make_sampling(config),
+        sampling=players.make_sampling(config),
         stop=stop,
         slots=config.sampling.slots,
-        router_logprobs=sampling.keeps_router_logprobs(config, made.config),
+        router_logprobs=players.keeps_router_logprobs(config, made.config),
         precision=config.sampling.weights_dtype or None,
         cache_dtype=config.sampling.cache_dtype or None,
         shares_frozen=_shares_frozen(config, made, meshes),
@@ -170,7 +218,6 @@ def make_sampler(config: ConfigDict, made: Policy, meshes: Meshes, stop: StopRul
 
 
 def _shares_frozen(config: ConfigDict, made: Policy, meshes: Meshes) -> bool:
-    """Whether the trainer has the frozen weights in the sampler's layout and precision."""
     frozen = made.shapes.frozen
     if made.adapters is None or made.base_dtype != jnp.dtype(config.model.dtype) or config.sampling.weights_dtype:
         return False

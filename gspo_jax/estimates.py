@@ -1,8 +1,7 @@
-"""What samples of every problem say of a policy: mean, pass@k and majority@k, with intervals over problems.
+"""Estimates from samples of a policy: mean, pass@k and majority@k, with intervals over problems.
 
-Problems are the units: samples of one problem are not independent of each other, so intervals come from drawing
-problems anew. A sample that could not be judged is left out of its problem, and a problem without any out of the
-benchmark.
+Intervals resample problems, because samples of one problem are dependent. Samples that could not be judged are left out
+of their problem, and problems without judged samples out of the benchmark.
 """
 
 import itertools
@@ -13,19 +12,19 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 RESAMPLES = 2000
-"""Draws of problems for an interval."""
+"""Bootstrap draws for an interval."""
 ENUMERATED = 2000
-"""Most subsets of k samples of a problem that are all looked at for its majority."""
+"""Maximum k-subsets of a problem's samples to enumerate for its majority."""
 SUBSETS = 200
-"""Draws of k samples, where there are more."""
+"""Random k-subsets if there are more."""
 COVERAGE = 0.95
-"""Probability with which an interval contains the truth."""
+"""Coverage probability of an interval."""
 
 
 def pass_at(k: int, right: Int[np.ndarray, " P"], samples: Int[np.ndarray, " P"]) -> Float[np.ndarray, " P"]:
-    """Probability that at least one of k samples of each problem is right: 1 − C(n − c, k) / C(n, k), unbiased.
+    """Return the unbiased P(any of k samples is right) of each problem: 1 − C(n − c, k) / C(n, k).
 
-    From arXiv 2107.03374. `right` are c of `samples` n; NaN where there are fewer than k.
+    arXiv 2107.03374. `right` is c and `samples` n. NaN if n < k.
     """
     found = [
         math.nan if n < k else 1 - math.comb(n - c, k) / math.comb(n, k)
@@ -35,12 +34,11 @@ def pass_at(k: int, right: Int[np.ndarray, " P"], samples: Int[np.ndarray, " P"]
 
 
 def majority_at(k: int, answers: Sequence[str | None], right: Bool[np.ndarray, " n"], *, seed: int) -> float:
-    """Probability that the most frequent answer among k samples of a problem is right; NaN if there are fewer than k.
+    """Return P(the most frequent answer among k samples of a problem is right). NaN with fewer than k.
 
-    The mean over all subsets of k samples, which is exact, or over SUBSETS random ones of more than ENUMERATED. Among
-    answers that are as frequent, one is drawn: with a right one among two, the probability is a half. A sample without
-    an answer, None, has no vote. An answer is right if any of its samples is.
-    With k = 1 each sample counts as it was judged.
+    The exact mean over all k-subsets, or over SUBSETS random ones of more than ENUMERATED. Ties are broken at random. A
+    sample without an answer, None, has no vote. An answer is right if any of its samples is. With k = 1 each sample
+    counts as judged.
     """
     if len(answers) < k:
         return math.nan
@@ -63,11 +61,10 @@ def majority_at(k: int, answers: Sequence[str | None], right: Bool[np.ndarray, "
 
 
 def interval(values: Float[np.ndarray, " P"], *, seed: int) -> tuple[float, float]:
-    """Interval that contains the mean of all problems of this kind with probability COVERAGE, from those at hand.
+    """Return the interval that contains the mean of all problems of this kind with probability COVERAGE.
 
-    The percentile bootstrap over problems, at percentiles that make up for a sample's spread being less than its
-    population's, as T. Hesterberg advises for few values (The American Statistician 69, 2015, section 5.3). NaN are
-    left out; with fewer than two values the interval is the mean.
+    Percentile bootstrap over problems, with percentiles corrected for a sample's smaller spread (T. Hesterberg, The
+    American Statistician 69, 2015, section 5.3). NaN are left out. With fewer than two values the interval is the mean.
     """
     values = values[np.isfinite(values)]
     count = len(values)
@@ -82,7 +79,7 @@ def interval(values: Float[np.ndarray, " P"], *, seed: int) -> tuple[float, floa
 
 
 def student_interval(values: Float[np.ndarray, " n"]) -> tuple[float, float]:
-    """Interval of the mean by Student's t with probability COVERAGE; for too few values for a bootstrap, such as seeds.
+    """Return Student's t interval of the mean with probability COVERAGE, for few values such as seeds.
 
     With fewer than two values the interval is the mean.
     """
@@ -98,7 +95,7 @@ def _normal(x: float) -> float:
 
 
 def _student(probability: float, degrees: int) -> float:
-    """Quantile of Student's t distribution."""
-    from scipy import stats  # jax needs it too
+    """Return a quantile of Student's t distribution."""
+    from scipy import stats  # a dependency of jax
 
     return float(stats.t.ppf(probability, degrees))

@@ -1,4 +1,4 @@
-"""Lists the config's fields: default, range, and what each means, as gspo_jax/config.py says it.
+"""Lists the config's fields with default, range and meaning.
 
 gspo-jax fields sampling
 """
@@ -12,19 +12,17 @@ from collections.abc import Callable, Sequence
 from ml_collections import ConfigDict
 
 from gspo_jax import config as config_lib
+from gspo_jax.config import MAY_CHANGE, RANGES
 from gspo_jax.errors import UserError, nearest
 from gspo_jax.parser import make_parser
-from gspo_jax.setup.fields import RANGES, at, names
+from gspo_jax.setup.fields import at, names
 
 _LINE = re.compile(r"\s+config\.([\w.]+)(?: = |\.update\()(.*)")
 _PART = re.compile(r"(.*?)\s*(?:# (.*))?$")
 
 
 def meanings(function: Callable[..., ConfigDict]) -> dict[str, str]:
-    """Return what the comments of a function that makes a config say of its fields and sections, by dotted name.
-
-    A comment stands behind the field or in whole lines above it.
-    """
+    """Return the comments of a config function on its fields and sections, by dotted name."""
     found, above = {}, []
     for line in inspect.getsource(function).splitlines():
         if comment := re.match(r"\s+# (.*)", line):
@@ -40,15 +38,15 @@ def meanings(function: Callable[..., ConfigDict]) -> dict[str, str]:
 
 
 def described(pattern: str = "") -> str:
-    """Return a paragraph for each field whose name has the pattern in it, or matches it if it has a `*`.
+    """Return a paragraph per field with the pattern in its name, or matching it if it has a `*`.
 
     Raises:
-      UserError: no field's name does.
+      UserError: no field matches.
     """
     config, said = config_lib.base(), meanings(config_lib.base)
     for section in ("optimizer", "coldstart.optimizer", "critic.optimizer"):
         said |= {f"{section}.{name}": says for name, says in meanings(config_lib.adamw).items()}
-    every = list(names(config))
+    every = [*names(config), *(name for name in said if at(config, name) == ConfigDict())]  # empty ones take any names
     chosen = [name for name in every if fnmatch.fnmatch(name, pattern) or ("*" not in pattern and pattern in name)]
     if not chosen:
         near = nearest(pattern, every) or nearest(pattern, {name.rpartition(".")[2] for name in every})
@@ -59,19 +57,16 @@ def described(pattern: str = "") -> str:
 
 def _paragraph(name: str, default: object, said: dict[str, str]) -> str:
     allowed = f"   {RANGES[name].words}" if name in RANGES else ""
+    resume = "   [may change on resume]" if name.startswith(MAY_CHANGE) else ""
     section = name.rpartition(".")[0]
     says = said.get(name) or said.get(section, "")
-    return f"{name} = {default!r}{allowed}" + (f"\n    {says}" if says else "")
+    shown = f"{name}.NAME" if isinstance(default, ConfigDict) else f"{name} = {default!r}"
+    return f"{shown}{allowed}{resume}" + (f"\n    {says}" if says else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    try:
-        print(described(make_parser("fields").parse_args(arguments).pattern or ""))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    """Run the command."""
+    return make_parser("fields").run(lambda given: print(described(given.pattern or "")), arguments)
 
 
 if __name__ == "__main__":

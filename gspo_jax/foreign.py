@@ -1,14 +1,16 @@
-"""Files and folders from elsewhere: their names and kinds are checked before anything opens them.
+"""Checks of foreign files by name and kind, before anything opens them, and reading of their JSON.
 
-A FIFO that is opened waits for ever, a device may do anything, and a link may lead to any file of this machine. The
-paths that a user writes out may be links; what is found in a folder has to lie in it. A cache of Hugging Face's is the
-exception: its files are links to `blobs/` of the same repository's cache, which hold them under their hashes.
+Opening a FIFO waits for ever, and a link may lead to any file of this machine. Paths written out by the user may be
+links, but files found in a folder must lie in it. Exception: a Hugging Face cache links to `blobs/` of the same
+repository.
 """
 
+import json
 import os
 import re
 import stat
 from pathlib import Path
+from typing import Any
 
 from gspo_jax.errors import UserError
 
@@ -20,15 +22,13 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 _REPOSITORY = re.compile(r"(models|datasets|spaces)--.+")
-"""Names of the folders of repositories in Hugging Face's cache."""
+"""Repository folders in Hugging Face's cache."""
 
 
 def is_file(path: str | os.PathLike[str], *, inside: str | os.PathLike[str] | None = None) -> bool:
-    """Whether a plain file is at `path`, which may then be opened; False if nothing is there.
+    """Return True if a plain file is at `path`, False if nothing is.
 
-    Args:
-      path: the file.
-      inside: the folder it has to lie in, links followed; None if the user wrote out the path of the file itself.
+    `inside` is the folder it must lie in, links followed. None for a path written out by the user.
 
     Raises:
       UserError: something else is there, or the path leads out of the folder.
@@ -43,14 +43,31 @@ def is_file(path: str | os.PathLike[str], *, inside: str | os.PathLike[str] | No
     return True
 
 
+def read_json(path: str | os.PathLike[str], *, inside: str | os.PathLike[str], remedy: str) -> dict[str, Any] | None:
+    """Return the JSON object in a file, None if nothing is there.
+
+    Raises:
+      UserError: as `is_file`, or the file holds anything else, with `remedy` at the sentence's end.
+    """
+    if not is_file(path, inside=inside):
+        return None
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON ({error!s:.200}); {remedy}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a JSON {type(value).__name__}, not an object; {remedy}")
+    return value
+
+
 def kind_of_other(path: str | os.PathLike[str]) -> str:
-    """Return what is at a path, for messages; "" for a file, a folder, or nothing."""
+    """Return a name for what is at a path, "" for a file, a folder, or nothing."""
     mode = _mode(path)
     return "" if mode is None or stat.S_ISREG(mode) or stat.S_ISDIR(mode) else _kind(mode)
 
 
 def check_name(path: str | os.PathLike[str], name: str) -> None:
-    """Raise a UserError if a local path, which messages call `name`, is not written as libraries here can open it."""
+    """Raise a UserError if libraries would misread a local path. `name` is for messages."""
     text = os.fspath(path)
     if text.startswith("~"):
         whole = os.path.expanduser(text)
@@ -68,12 +85,11 @@ def check_name(path: str | os.PathLike[str], name: str) -> None:
 
 
 def _mode(path: str | os.PathLike[str]) -> int | None:
-    """The mode of what is at a path, links followed; None if nothing is there."""
     try:
         return os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:  # a chain of links that has no end, say
+    except OSError as error:  # e.g. a loop of links
         raise UserError(f"{os.fspath(path)} cannot be used: {error.strerror}; give another") from error
 
 
@@ -82,7 +98,7 @@ def _kind(mode: int) -> str:
 
 
 def _check_inside(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
-    """Raise a UserError if a path leads out of a folder, but to no file of the folder's own or another hub's cache."""
+    """Raise a UserError if a path leads out of a folder, except into a hub's cache."""
     target, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     blobs, repository = target.parent, target.parent.parent
     is_cached = _REPOSITORY.fullmatch(repository.name) or root.is_relative_to(repository / "snapshots")

@@ -1,8 +1,7 @@
-"""Distributions of response lengths, as `bench --lengths` and `plan --lengths` write them; lengths alone, no texts.
+"""Distributions of response lengths for `bench --lengths` and `plan --lengths`.
 
-`uniform:16:512` draws every whole number from 16 to 512 equally often. `lognormal:4096:0.8` draws from a log-normal
-distribution with an arithmetic mean of 4096 tokens and σ = 0.8 of the logarithm, so μ = ln(4096) − 0.8²/2; what is
-above the limit of a run becomes the limit, and what is below 1 becomes 1.
+`uniform:16:512` draws integers from 16 to 512 equally often. `lognormal:4096:0.8` has an arithmetic mean of 4096 tokens
+and σ = 0.8 of the logarithm, so μ = ln(4096) − 0.8²/2, clipped to 1 and a run's limit.
 """
 
 import dataclasses
@@ -14,19 +13,16 @@ from jaxtyping import Int
 from gspo_jax.errors import UserError
 
 KINDS = ("uniform", "lognormal")
-"""Names of the distributions."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """A distribution of response lengths in tokens, from 1 to a limit."""
+    """Distribution of response lengths in tokens, from 1 to a limit."""
 
     text: str
-    """The distribution as it was written."""
     limit: int
-    """Largest length."""
     limit_name: str
-    """Flag or field that sets the limit, for errors."""
+    """Flag or field of the limit, for errors."""
 
     def __post_init__(self) -> None:
         kind, *parts = self.text.split(":")
@@ -54,7 +50,7 @@ class Lengths:
 
 
 def _number(text: str) -> float:
-    """Return the number in a text; NaN, which lies in no range, if there is none."""
+    """Return the number in a text, or NaN."""
     try:
         return float(text)
     except ValueError:

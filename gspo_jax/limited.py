@@ -1,8 +1,7 @@
-"""Processes with limits on time and memory, which look at what strangers wrote: chat templates, patterns, tokenizers.
+"""Time- and memory-limited processes that inspect foreign texts: chat templates, patterns, tokenizers.
 
-Such a text can loop or grow inside a single call of C or Rust, which nothing in its own process can end. So `Process`
-asks `python -m MODULE`, a program that calls `serve`, and a question that takes too much costs no more than that
-program. No jax here, nor anything else that takes time to import.
+Such a text can loop or grow inside a single C or Rust call. `Process` asks `python -m MODULE`, a program that calls
+`serve`, and a costly question ends only that program. No jax here, nor any other slow import.
 """
 
 import json
@@ -19,34 +18,34 @@ from collections.abc import Callable
 from typing import Any
 
 LIMIT_S = 2.0
-"""CPU seconds that one question may take."""
+"""Maximum CPU seconds of a question."""
 EACH_S, BYTE_S = 0.02, 2e-5
-"""CPU seconds that questions may take on average: for each of them, and for each byte of them."""
+"""Average CPU seconds per question, and per byte of it."""
 LIMIT_BYTES = 512 << 20
 """Address space of the program."""
 LIMIT_ANSWER = 256 << 20
-"""Bytes of an answer, of which no more are read."""
+"""Maximum bytes of an answer."""
 WALL_S = 120.0
-"""Seconds without an answer after which a program is killed, whatever it does: one that computes ends itself before."""
+"""Seconds without an answer until a program is killed. Computation hits its CPU limit earlier."""
 _TRIES = 2
 _KEPT = frozenset(["PATH", "LD_LIBRARY_PATH", "LANG", "LANGUAGE", "TZ", "TMPDIR", "PYTHONHOME", "PYTHONHASHSEED"])
 _QUIET = {"RUST_BACKTRACE": "0", "TOKENIZERS_PARALLELISM": "false"}  # each thread would take address space
 
 
 class TooMuch(Exception):
-    """Raised for a question that takes too much; the message goes on behind what was asked about: "does not end …"."""
+    """Raised for a costly question. The message continues a sentence: "does not end …"."""
 
 
 class Process:
-    """A program that answers questions, for any number of threads; started by the first, and again after its death."""
+    """A program that answers questions of any thread, restarted after its death."""
 
     def __init__(self, module: str) -> None:
-        """`module` is the program; it calls `serve`."""
+        """`module` calls `serve`."""
         self._module, self._lock = module, threading.Lock()
         self._program: _Program | None = None
 
     def ask(self, question: Any) -> Any:
-        """Return the answer to a question; both are values of JSON.
+        """Return the answer to a question, both JSON values.
 
         Raises:
           TooMuch: it takes too much time or memory, or has ended the program twice.
@@ -69,12 +68,10 @@ class Process:
 
 
 class _Ended(Exception):
-    """The program ended for another reason than its limits, which may be none of the question's."""
+    """The program ended within its limits, perhaps by another cause than the question."""
 
 
 class _Program:
-    """One process of a program."""
-
     def __init__(self, module: str) -> None:
         self._connection, theirs = socket.socketpair()
         self._connection.settimeout(WALL_S)
@@ -86,7 +83,7 @@ class _Program:
                 stdout=self._said,
                 stderr=self._said,
                 env=environment() | _QUIET,
-                start_new_session=True,  # Ctrl-C reaches the trainer alone, which may have more to ask
+                start_new_session=True,  # Ctrl-C reaches only the trainer, which may ask more
             )
 
     def ask(self, line: bytes) -> Any:
@@ -100,7 +97,7 @@ class _Program:
                     break
         except TimeoutError:
             raise TooMuch(f"has no answer within {WALL_S:g} s") from None
-        except OSError:  # it ended before it read the question
+        except OSError:  # it ended before reading the question
             parts.append(b"")
         if not parts[-1]:
             raise self._ended(time.monotonic() - begun)
@@ -110,7 +107,6 @@ class _Program:
         return reply["answer"]
 
     def _ended(self, seconds: float) -> Exception:
-        """Return the exception for a program that ended `seconds` after it was asked."""
         code = self._process.wait()
         if code == -signal.SIGPROF:
             if seconds < LIMIT_S / 2:
@@ -129,22 +125,22 @@ class _Program:
 
 
 def quoted(error: object) -> str:
-    """Return an exception's text on one line of at most 200 characters, for a sentence of our own."""
+    """Return an error's text on one line of at most 200 characters."""
     text = " ".join(str(error).split())
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return the environment variables of a process for foreign code: what Python needs, and none that may be a secret.
+    """Return environment variables for foreign code, without possible secrets.
 
-    It has this process's import path; with `-P` the current directory is not on it.
+    The import path is this process's. With `-P` it lacks the current directory.
     """
     kept = {name: value for name, value in os.environ.items() if name in _KEPT or name.startswith("LC_")}
     return kept | {"PYTHONPATH": os.pathsep.join(os.path.abspath(folder) for folder in sys.path)} | more
 
 
 def serve(answer: Callable[[Any], Any]) -> None:
-    """Answer the questions of a `Process`, as its program, until that closes its end."""
+    """Answer the questions of a `Process`, as its program."""
     for what, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, LIMIT_BYTES)):
         hard = resource.getrlimit(what)[1]
         resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
@@ -153,7 +149,7 @@ def serve(answer: Callable[[Any], Any]) -> None:
         for line in questions:
             left_s = min(left_s, LIMIT_S) + EACH_S + BYTE_S * len(line)
             begun = time.process_time()
-            signal.setitimer(signal.ITIMER_PROF, left_s)  # its signal ends the program, in C and Rust too
+            signal.setitimer(signal.ITIMER_PROF, left_s)  # the signal ends the program, even in C and Rust
             try:
                 reply = {"answer": answer(json.loads(line))}
             except MemoryError:

@@ -1,30 +1,53 @@
-"""The parser of a command that takes no config: argparse, with the flags of commands.py and mistakes as UserErrors."""
+"""Argument parser for commands without a config."""
 
 import argparse
 import difflib
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from gspo_jax import commands
-from gspo_jax.errors import UserError
+from gspo_jax import commands, exits
+from gspo_jax.errors import UserError, fault
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises a UserError on a mistake, naming the nearest option if one is mistyped."""
+    """An argparse parser that raises UserErrors, with the nearest option."""
 
     def __init__(self, prog: str, description: str):
         super().__init__(prog=prog, description=description, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError, where argparse would print the usage and exit."""
+        """Raise UserError instead of exiting."""
         options = [option for action in self._actions for option in action.option_strings]
         words = [word.partition("=")[0].rstrip(",:") for word in message.split() if word.startswith("-")]
         mistyped = [word for word in words if word not in options]
         near = [match for word in mistyped for match in difflib.get_close_matches(word, options, n=1)]
         raise UserError(message + (f"; did you mean {near[0]}?" if near else ""))
 
+    def run(
+        self, command: Callable[[argparse.Namespace], None], given: Sequence[str] | None, *, place: str = "--out"
+    ) -> int:
+        """Run a command on the given arguments, None for the command line's, and return its exit code.
+
+        It is 2 after a mistake and 1 after a fault of a disk, and each is one sentence. `place` is named if the disk's
+        error has no path.
+        """
+        try:
+            command(self.parse_args(given))
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return exits.MISTAKE
+        except Exception as error:
+            says = fault(error, place)
+            if says is None and not isinstance(error, OSError):
+                raise
+            print(f"error: {says or error}", file=sys.stderr)
+            return exits.MISTAKE if says is None else 1
+        return 0
+
 
 def make_parser(name: str) -> Parser:
-    """The parser of a command of commands.py."""
+    """Return the parser of a command of commands.py."""
     command = commands.COMMANDS[name]
     parser = Parser(f"gspo-jax {name}", command.says)
     for flag in command.flags:

@@ -4,14 +4,9 @@
         [--programs=update,score] [--json=FILE] [--dump=DIR] [--cycles] [--rates=FILE]
         [--lengths=lognormal:4096:0.8 [--figure=FILE.png] [--tune]]
 
-Runs on any machine with libtpu, without a TPU. The programs are the engine's, as `train` runs them. Figures are read
-off the compiled programs (planning/costs.py) and the compiler's memory analysis; times are bounds, what is executed
-(planning/executed.py, at the rates of planning/rates.py), and a projection calibrated on published v5p results: an
-ahead-of-time estimate, not a measurement. Compiled programs are cached by content, so a second plan takes seconds.
-
-With `--lengths`, the time of a whole iteration is projected too, for responses with lengths drawn from a distribution
-(lengths.py), and `--figure` draws it. `--tune` also searches for the settings with the least such time (tune.py): mesh,
-sampler mesh, remat, row budget, slots and partial rollouts, with `--headroom` of a chip's memory left free.
+Runs on any machine with libtpu, without a TPU. Figures come from the compiled programs and the compiler's memory
+analysis. Times are bounds, executed times at the rates of planning/rates.py, and a projection calibrated on published
+v5p results: an estimate, not a measurement. Compiled programs are cached, so a second plan takes seconds.
 """
 
 import math
@@ -26,7 +21,6 @@ from typing import Any
 import jax
 from absl import flags
 from jax.interpreters import partial_eval
-from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from rich.console import Console
 
@@ -49,13 +43,13 @@ from gspo_jax.planning.topology import CHIPS
 from gspo_jax.planning.tune import Search
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
-from gspo_jax.setup.sampling import make_stop_rule
+from gspo_jax.setup.players import make_stop_rule
 
 Piece = tuple[jax.stages.Traced, Future[Compiled]]
-"""A traced program, and what its compilation returns."""
+"""A traced program and its pending compilation."""
 PACKAGES = ("jax", "jaxlib", "libtpu")
 LARGEST = 10
-"""Number of buffers listed for a program that does not fit."""
+"""Buffers listed for a program that does not fit."""
 
 
 def plan_programs(
@@ -68,7 +62,7 @@ def plan_programs(
     cache: Path,
     dump: Path | None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each program's name and facts, in order; `pool` compiles them side by side."""
+    """Yield each program's name and facts, in order. `pool` compiles them in parallel."""
 
     def started(program: programs.Program) -> Piece:
         traced = program.trace()
@@ -84,14 +78,13 @@ def plan_programs(
 def program_facts(
     name: str, pieces: Sequence[Piece], setting: Setting, *, slices: int, dump: Path | None
 ) -> dict[str, Any]:
-    """Return the facts of a compiled program: memory, costs, time bounds and warnings.
+    """Return memory, costs, time bounds and warnings of a compiled program.
 
-    Of one that runs in several pieces: the memory of the piece that needs the most, and the costs of the loop that they
-    step through.
+    Of several pieces: memory of the largest, costs of the loop that they step through.
     """
     traced, found = [one for one, _ in pieces], [compiled.result() for _, compiled in pieces]
     filled, kernels = executed.filled(setting, name), executed.kernels(setting, name)
-    modules = [costs_lib.Program(one.text, filled=filled, kernels=kernels) for one in found]
+    modules = [costs_lib.CostedProgram(one.text, filled=filled, kernels=kernels) for one in found]
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
         for i, one in enumerate(found):
@@ -133,32 +126,27 @@ def program_facts(
 
 
 def read(traced: jax.stages.Traced) -> Any:
-    """Return a traced program without what no result reads, such as the policy where the reference alone is scored."""
+    """Return a traced program without unread parts, such as the policy if only the reference is scored."""
     whole = traced.jaxpr.jaxpr
     return partial_eval.dce_jaxpr(whole, [True] * len(whole.outvars))[0]
-
-
-def topology_facts(name: str, slices: int, mesh: Mesh) -> dict[str, Any]:
-    """Return the facts that identify a plan: chip, slice, mesh and versions."""
-    return {
-        "chip": topology.generation(name),
-        "topology": name if slices == 1 else f"{slices} x {name}",
-        "mesh": dict(mesh.shape),
-        "versions": {package: metadata.version(package) for package in PACKAGES},
-    }
 
 
 def prepare(
     config: ConfigDict, model: ModelConfig, name: str, *, slices: int, rates: Path | None
 ) -> tuple[Setting, dict[str, Any], str]:
-    """Return the run on a slice, the facts that identify its plan, and the key of its programs in the cache."""
+    """Return the run on a slice, its plan's identifying facts, and its cache key."""
     mesh = topology.topology_mesh(name, dict(config.mesh), slices=slices)
     meshes = make_meshes(config, model, mesh)
     stop = make_stop_rule(config, eos_ids=model.eos_token_ids, pad_id=model.pad_token_id or 0)
     kind = topology.generation(name)
     used = rates_lib.assumed(kind) if rates is None else rates_lib.read(rates, generation=kind)
     setting = Setting(engine_lib.build(config, model, meshes, stop), CHIPS[kind], used)
-    facts = topology_facts(name, slices, mesh)
+    facts = {
+        "chip": kind,
+        "topology": name if slices == 1 else f"{slices} x {name}",
+        "mesh": dict(mesh.shape),
+        "versions": {package: metadata.version(package) for package in PACKAGES},
+    }
     with jax.set_mesh(mesh):
         return setting, facts, f"{facts['topology']} {facts['versions']} {backend.compiler_options()}"
 
@@ -174,10 +162,10 @@ def tune(
     rates: Path | None,
     console: Console,
 ) -> dict[str, Any]:
-    """Search for the settings with the least projected iteration; print and return what was tried, and the best.
+    """Search for the fastest settings. Print and return the tries and the best.
 
     Raises:
-      UserError: as `plan`, or the config's own settings do not fit.
+      UserError: see `plan`, or the config's own settings do not fit.
     """
     check(config)
     drawn_from = Lengths(lengths, config.sampling.max_response_length, "sampling.max_response_length")
@@ -200,7 +188,7 @@ def tune(
 
 
 def chosen(names: Sequence[str]) -> list[str]:
-    """Return the requested programs in the usual order; all programs if none is named."""
+    """Return the requested programs in the usual order, all if none is named."""
     for name in names:
         if name not in programs.NAMES:
             raise UserError(f"unknown program {name!r}; {choices(name, programs.NAMES)}")
@@ -221,16 +209,16 @@ def plan(
     lengths: str | None = None,
     figure: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the facts of all programs on one or more slices; given a console, print each program when it is done.
+    """Return the facts of all programs, and print each to a given console when done.
 
-    `with_cycles` also prints the executed times beside the compiler's estimates, which the facts always have. With
-    `lengths`, a distribution, there are also the facts of a whole iteration, drawn to the file `figure` if it is given.
+    `with_cycles` also prints the compiler's estimates. `lengths`, a distribution, adds the facts of an iteration, drawn
+    to the file `figure`.
 
     Raises:
-      UserError: the config, the topology, the mesh or `lengths` is wrong, libtpu is missing, or an iteration needs a
-        program that is not planned or does not fit.
+      UserError: the config, topology, mesh or `lengths` is wrong, libtpu is missing, or an iteration lacks a program
+        that fits.
     """
-    wanted = chosen(only)
+    wanted, console = chosen(only), console or Console(quiet=True)
     model = check(config)
     drawn_from = None
     if lengths is not None:
@@ -242,22 +230,19 @@ def plan(
     setting, facts, key = prepare(config, model, name, slices=slices, rates=rates)
     meshes, mesh = setting.engine.meshes, setting.mesh
     facts |= {"sampler_mesh": dict(meshes.sampler.shape), "least_chips": setting.least_chips(), "programs": {}}
-    if console is not None:
-        show_header(console, facts)
+    show_header(console, facts)
     with ThreadPoolExecutor(processes.cores()) as pool:
         planned = plan_programs(wanted, setting, pool=pool, slices=slices, key=key, cache=cache, dump=dump)
         for one, found in planned:
             facts["programs"][one] = found
-            if console is not None:
-                show_program(console, one, found)
-                if with_cycles and found["fits"]:
-                    show_cycles(console, found)
+            show_program(console, one, found)
+            if with_cycles and found["fits"]:
+                show_cycles(console, found)
     if drawn_from is not None:
         run = iteration.make_run(facts["programs"], setting)
         found = iteration.simulate(run, drawn_from)
         facts["iteration"] = found.facts(drawn_from.text, mesh.size)
-        if console is not None:
-            show_iteration(console, facts["iteration"])
+        show_iteration(console, facts["iteration"])
         if figure is not None:
             draw(run, found, drawn_from.text, f"{facts['topology']}, {mesh.size} chips", figure)
     return facts
@@ -266,7 +251,7 @@ def plan(
 def main(config: ConfigDict) -> int:
     """Run the command and return its exit code, 1 if a program does not fit."""
     f = flags.FLAGS
-    jax.config.update("jax_platforms", "cpu")  # does not occupy a TPU that this machine may have
+    jax.config.update("jax_platforms", "cpu")  # leaves this machine's TPU free
     jax.config.update("jax_enable_compilation_cache", False)  # texts of programs are cached, not programs
     cli.check_output_folder(f.cache or None, flag="cache")
     cli.check_output_folder(f.dump, flag="dump")

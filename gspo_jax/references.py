@@ -23,17 +23,17 @@ from gspo_jax import exits, signals
 
 
 class BadReference(ValueError):
-    """A reference that leads to no function; the message is one sentence with the remedy."""
+    """A reference to no function, with a one-sentence message."""
 
 
 @functools.cache
 def function(reference: str) -> Callable[..., Any]:
-    """Return the function that a reference names, and the same one each time.
+    """Return the function that a reference names, the same one each time.
 
-    A relative path starts at the current folder. The folder of a file is searched last for what the file imports.
+    Relative paths start at the current folder. A file's folder is searched last for its imports.
 
     Raises:
-      BadReference: the reference is malformed, its file or module cannot be imported, or it has no such function.
+      BadReference: it is malformed, its module cannot be imported, or has no such function.
     """
     place, _, name = reference.rpartition(":")
     if not place or not name.isidentifier():
@@ -50,17 +50,17 @@ def function(reference: str) -> Callable[..., Any]:
 
 @functools.cache
 def module(place: str) -> ModuleType:
-    """Import a module by its dotted name or the path of its .py file, once.
+    """Import a module by dotted name or .py path, once.
 
     Raises:
-      BadReference: there is no such file or module, or importing it fails.
+      BadReference: it does not exist, or importing it fails.
     """
     if not place.endswith(".py"):
         try:
             return importlib.import_module(place)
         except signals.RAISED:
             raise
-        except BaseException as error:  # anything may go wrong in a user's module, and it may call sys.exit
+        except BaseException as error:  # user modules may raise anything, even call sys.exit
             if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
                 raise BadReference(
                     f"there is no module {error.name!r}; install it, start where it can be imported, or give the path "
@@ -70,7 +70,7 @@ def module(place: str) -> ModuleType:
     path = Path(place).absolute()
     if not path.is_file():
         raise BadReference(f"there is no file {place!r}; give the path of a .py file from the current folder")
-    # A name of its own: files of the same name may lie in several folders.
+    # folders may have files of the same name
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
@@ -83,18 +83,17 @@ def module(place: str) -> ModuleType:
 
 
 def files(reference: str) -> list[Path]:
-    """Return the source files behind a function, that of the module which the reference names first.
+    """Return a function's source files, the referenced module's first.
 
-    The others are where the function is defined, and what these files import of the user's own, and so on. Imports are
-    found in the text, inside functions too; names that are computed are not. Python's own modules have no files, and
-    what is installed is not followed: of it, versions tell.
+    The defining file and these files' imports follow, recursively, found in the text unless names are computed. The
+    standard library and installed packages are left out: versions cover them.
     """
     place = reference.rpartition(":")[0]
     named = [getattr(module(place), "__file__", None)]
-    with contextlib.suppress(TypeError):  # of an extension module, or an object that can be called
+    with contextlib.suppress(TypeError):  # of an extension module, or a callable object
         named.append(inspect.getsourcefile(inspect.unwrap(function(reference))))
     found = list(dict.fromkeys(Path(file).absolute() for file in named if file is not None))
-    left = [*found, *([] if place.endswith(".py") else _found(place))]  # the packages that the module is in, too
+    left = [*found, *([] if place.endswith(".py") else _found(place))]  # with the module's packages
     own = set[Path]()
     while left:
         file = left.pop()
@@ -105,16 +104,15 @@ def files(reference: str) -> list[Path]:
 
 
 def _is_own(file: Path) -> bool:
-    """Return whether a source file belongs neither to Python, to what is installed, nor to this package."""
+    """Return True for files outside Python, installed packages and this package."""
     installed = {"site-packages", "dist-packages"} & set(file.parts)
     return not installed and not any(map(file.is_relative_to, (sysconfig.get_path("stdlib"), Path(__file__).parent)))
 
 
 def _imported(file: Path) -> Iterator[Path]:
-    """Yield the files of the modules that a source file's text imports, packages' `__init__.py` included."""
     try:
         tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):  # an extension module, say
+    except (OSError, SyntaxError, ValueError):  # e.g. an extension module
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -130,11 +128,11 @@ def _imported(file: Path) -> Iterator[Path]:
 
 
 def _found(dotted: str) -> Iterator[Path]:
-    """Yield the files that importing a dotted name would run, without running any."""
+    """Yield the files that importing a dotted name would run."""
     first, _, rest = dotted.partition(".")
     try:
         spec = importlib.util.find_spec(first)
-    except (ImportError, ValueError, AttributeError):  # a module that was put together by hand
+    except (ImportError, ValueError, AttributeError):  # a hand-made module
         return
     if spec is None:
         return
@@ -144,7 +142,6 @@ def _found(dotted: str) -> Iterator[Path]:
 
 
 def _below(folders: Sequence[Path], dotted: str) -> Iterator[Path]:
-    """Yield the files that importing a dotted name from a package's folders would run."""
     for part in dotted.split("."):
         folders = [folder.absolute() / part for folder in folders if part]
         files = [file for folder in folders for file in (folder / "__init__.py", folder.with_name(f"{part}.py"))]
@@ -152,11 +149,11 @@ def _below(folders: Sequence[Path], dotted: str) -> Iterator[Path]:
 
 
 def load_file(path: Path, name: str) -> ModuleType:
-    """Run a .py file as a module called `name`; raises what the file raises."""
+    """Run a .py file as module `name`. Raises what the file raises."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # true for any .py file
     loaded = importlib.util.module_from_spec(spec)
-    sys.modules[name] = loaded  # dataclasses and pickle look their module up
+    sys.modules[name] = loaded  # dataclasses and pickle look it up
     try:
         spec.loader.exec_module(loaded)
     except BaseException:
@@ -166,9 +163,9 @@ def load_file(path: Path, name: str) -> ModuleType:
 
 
 def mistake(error: BaseException, path: Path | None = None) -> str:
-    """Describe an exception in half a sentence, `file.py:3 raises NameError: …`, with the last line of `path` in it.
+    """Return `file.py:3 raises NameError: …`, for the last line of `path` in the traceback.
 
-    Without `path`, the file and line that raised it.
+    Without `path`, for the place that raised it.
     """
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame for frame in frames if path is None or frame.filename in (str(path), str(path.absolute()))]
@@ -180,9 +177,9 @@ def mistake(error: BaseException, path: Path | None = None) -> str:
 
 
 def refuse_exits() -> None:
-    """Have `os._exit` end this process, from now on, with an error that names who calls it; see `exit_asked`.
+    """Make `os._exit` end this process with an error that names its caller.
 
-    Processes that are forked from this one may call it.
+    Forked processes may call it.
     """
     here = os.getpid()
 
@@ -197,9 +194,9 @@ def refuse_exits() -> None:
 
 
 def exit_asked(what: str, frames: Sequence[traceback.FrameSummary]) -> str:
-    """Describe in one sentence that code has asked for the end of the process: where, and what to do instead.
+    """Return a sentence on where code asked to end the process, with the remedy.
 
-    The place is the innermost frame outside of installed packages and this one; without any, the innermost.
+    The place is the innermost frame outside installed packages and this one, if any.
     """
     own = [frame for frame in frames if not frame.filename.startswith("<") and _is_own(Path(frame.filename))]
     frame = (own or frames)[-1]

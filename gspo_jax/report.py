@@ -1,17 +1,16 @@
 """Plots and tables from run folders: `python -m gspo_jax.report RUN [RUN …] [--out=DIR] [--table=FILE] [--json=FILE]`.
 
 Writes `report.png`, `report-narrow.png` for phones and the self-contained `report.html`, to RUN/report for a single run
-and to --out for several. Runs whose configs differ only in the seed are a group: thin lines, and a thick one for their
-mean; more than six groups are compared by dot plots. Groups are also compared seed by seed with a baseline, the group
-of the first run or of --baseline=RUN. --table=FILE writes markdown tables with a row for each group. --panels=routing
-shows routing drift and its effects instead of training progress. Runs still in progress can be reported. Only files are
-read: no model, no device. Metrics are computed by reporting/runs.py and reporting/paired.py, drawn by
-reporting/panels.py, reporting/dots.py and reporting/pictures.py, and written by reporting/pages.py.
+and to --out for several. Runs that differ only in the seed are a group: thin lines, and a thick one for their mean.
+More than six groups are compared by dot plots. Groups are also compared seed by seed with a baseline, the group of the
+first run or of --baseline=RUN. --table=FILE writes markdown tables with a row for each group. --panels=routing shows
+routing drift and its effects. Unfinished runs may be reported. Only files are read.
 """
 
 import json
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,16 +19,15 @@ from typing import Any
 from rich.console import Console
 
 from gspo_jax.errors import UserError
+from gspo_jax.folder.storage import check_contents
 from gspo_jax.parser import make_parser
-from gspo_jax.reporting import pages, paired
-from gspo_jax.reporting.panels import choose
-from gspo_jax.reporting.pictures import PAGE, PHONE, draw
-from gspo_jax.reporting.progress import make_table
-from gspo_jax.reporting.runs import facts, group_runs, load_run
-from gspo_jax.storage import check_contents
+from gspo_jax.progress import make_table
+from gspo_jax.studies import pages, paired
+from gspo_jax.studies.panels import choose
+from gspo_jax.studies.pictures import PAGE, PHONE, draw
+from gspo_jax.studies.runs import facts, group_runs, load_run
 
 LAYOUTS = {"report.png": PAGE, "report-narrow.png": PHONE}
-"""The pictures of a report."""
 
 
 def report(
@@ -42,13 +40,12 @@ def report(
 ) -> dict[str, Any]:
     """Write the report of some run folders and return {png, narrow, html, baseline, groups: facts(...)}.
 
-    `out` is the target folder, by default RUN/report for a single run. `table` is a markdown file to write besides;
-    `panels` is the name of a page in PANELS. `baseline` is the folder of a run, by default the first; the facts of each
-    group have their differences from its group, by metric.
+    `table` is an additional markdown file, `panels` a page in PANELS, `baseline` a run's folder. Defaults are the
+    command line's. Each group's facts include differences from the baseline's.
 
     Raises:
-      UserError: several runs are given without `out`, none of them is the baseline, a link leads out of RUN, or the
-        report cannot be written.
+      UserError: several runs lack `out`, none is the baseline, a link leads out of RUN, or the report cannot be
+        written.
     """
     unique = list({Path(folder).resolve(): folder for folder in folders}.values())
     if out is None and len(unique) > 1:
@@ -94,14 +91,13 @@ def _write(file: Path, text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    try:
-        given = make_parser("report").parse_args(arguments)
-        made = report(given.runs, out=given.out, table=given.table, panels=given.panels, baseline=given.baseline)
-        if given.json is not None:
-            _write(Path(given.json), json.dumps(made, indent=2) + "\n")
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return make_parser("report").run(_command, arguments)
+
+
+def _command(given: Namespace) -> None:
+    made = report(given.runs, out=given.out, table=given.table, panels=given.panels, baseline=given.baseline)
+    if given.json is not None:
+        _write(Path(given.json), json.dumps(made, indent=2) + "\n")
     console = Console(highlight=False)
     console.width = max(console.width, 80 if console.is_terminal else 120)
     found = made["groups"]
@@ -109,7 +105,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(make_table(rows))
     print(*made["verdicts"], sep="\n", end="\n\n" if made["verdicts"] else "")
     print("\n".join([made["png"], made["narrow"], made["html"], *([given.table] if given.table else [])]))
-    return 0
 
 
 if __name__ == "__main__":

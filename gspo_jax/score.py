@@ -1,45 +1,45 @@
-"""Score the completions of a file with any reward functions: how one tries a reward before a run.
+"""Scores the completions of a file with any reward functions, to try a reward before a run.
 
     python -m gspo_jax.score --reward=code_tests,my_rewards.py:polite --in=completions.jsonl --out=scores.jsonl
 
-Each line of the file is a JSON object with `completion`, perhaps `prompt`, and the record's fields, such as `answer`.
-`prompt` is the text that the model saw: one that ends with `<think>` has opened the thought that the completion goes
-on. Lines are written with `scores`, a number or null by name, and `errors`, the reason for each null. NaN and Infinity,
-which JSON does not have, are null, and the reference is read as in training (data/rows.py): a reward that needs one has
-no score where there is none.
+Each line of the file is a JSON object with `completion`, optionally `prompt`, and the record's fields, e.g. `answer`.
+`prompt` is the text that the model saw: one that ends with `<think>` has opened a thought. Output lines add `scores`, a
+number or null by name, and `errors`, the reason for each null. NaN and Infinity become null. References are read as in
+training (data/rows.py): a reward has no score without the reference it needs.
 """
 
 import json
 import math
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from rich.console import Console
 
-from gspo_jax import cli, foreign, references, storage
+from gspo_jax import cli, foreign, references
 from gspo_jax.data import files, rows
 from gspo_jax.errors import UserError
 from gspo_jax.parallel import processes
 from gspo_jax.parser import make_parser
-from gspo_jax.reporting.progress import make_table
+from gspo_jax.progress import make_table
 from gspo_jax.rewards.scorer import Row, Scorer
 
 _AT_A_TIME = 256
-"""Rows that are scored before they are written."""
 _OWN_FIELDS = ("prompt", "completion", "scores", "errors")
-"""Fields of a line that do not belong to its record."""
+"""Fields of a line outside its record."""
 
 
-class Line(NamedTuple):
+class FileLine(NamedTuple):
     """A line of the file."""
 
     content: dict[str, Any]
     row: Row
     wrong: str
-    """Defect of its reference; "" if there is none."""
+    """Defect of its reference, or ""."""
 
 
 def score(
@@ -47,15 +47,11 @@ def score(
 ) -> dict[str, Any]:
     """Score the lines of `source` into `target`, see the module docstring.
 
-    Args:
-      source: completions, one JSON object per line.
-      target: file to write.
-      rewards: names of the catalogue, or references of functions, each of which is then called by its own name.
-      timeout_s, workers, unsafe: as for Scorer.
+    `rewards` are catalogue names, or references, known by their function's name. Other arguments are Scorer's.
 
     Returns:
-      `rows`, `seconds`, `rows_per_s`, and `rewards`: by name, the `mean` of its scores, None if there are none, and how
-      many `failed`.
+      `rows`, `seconds`, `rows_per_s`, and `rewards`: by name, the `mean` score, None without scores, and the count
+        `failed`.
 
     Raises:
       UserError: a line is no completion, a reward is unknown, or an option is out of range.
@@ -101,14 +97,14 @@ def score(
     }
 
 
-def _read(source: Path) -> Iterator[Line]:
+def _read(source: Path) -> Iterator[FileLine]:
     try:
         foreign.is_file(source)
         text = source.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         says = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UserError(f"{source} cannot be read: {says}; give a file of JSON Lines with --in") from None
-    for number, written in enumerate(text.split("\n"), start=1):  # a text may have other ends of lines inside
+    for number, written in enumerate(text.split("\n"), start=1):  # texts may contain other line separators
         if not written.strip():
             continue
         try:
@@ -129,7 +125,7 @@ def _read(source: Path) -> Iterator[Line]:
             record["answer"], wrong = rows.answer_text(record), ""
         except files.Defect as defect:
             wrong = str(defect)
-        yield Line(line, (line.get("prompt") or "", line["completion"], record), wrong)
+        yield FileLine(line, (line.get("prompt") or "", line["completion"], record), wrong)
 
 
 def _finite(written: str) -> float | None:
@@ -139,34 +135,18 @@ def _finite(written: str) -> float | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    try:
-        given = make_parser("score").parse_args(arguments)
-        cli.check_facts_file(given.json)
-        cli.check_facts_file(given.target, flag="out")
-        workers = processes.own_cores() if given.workers is None else given.workers
-        facts = score(
-            given.source,
-            given.target,
-            given.reward.split(","),
-            timeout_s=given.timeout_s,
-            workers=workers,
-            unsafe=given.unsafe,
-        )
-        cli.write_facts(given.json, facts)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except Exception as error:
-        says = storage.fault(error, "--out")
-        if says is None:
-            raise
-        print(f"error: {says}", file=sys.stderr)
-        return 1
-    from rich.console import Console
+    return make_parser("score").run(_command, arguments)
 
+
+def _command(given: Namespace) -> None:
+    cli.check_facts_file(given.json)
+    cli.check_facts_file(given.target, flag="out")
+    workers = processes.own_cores() if given.workers is None else given.workers
+    options = {"timeout_s": given.timeout_s, "workers": workers, "unsafe": given.unsafe}
+    facts = score(given.source, given.target, given.reward.split(","), **options)
+    cli.write_facts(given.json, facts)
     Console().print(make_table([{"reward": name, **values} for name, values in facts["rewards"].items()]))
     print(f"{facts['rows']} rows in {facts['seconds']} s, {facts['rows_per_s']} a second: {given.target}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a command gets from its shell, mended where it can be: standard streams, limits on files and threads."""
+"""Repairs of a command's environment: standard streams, limits on files and threads."""
 
 import contextlib
 import errno
@@ -10,15 +10,15 @@ from typing import Any, TextIO
 from gspo_jax.errors import UserError
 
 MIN_FILES = 256
-"""Open files that a run needs at least."""
+"""Minimum open files for a run."""
 MIN_THREADS = 256
-"""Threads that a run of one process starts at most on a few cores."""
+"""Maximum threads of a one-process run on a few cores."""
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
-"""Errors of a stream that nothing reads any more."""
+"""Errors of a stream without a reader."""
 
 
 class Lasting:
-    """A text stream whose writes go nowhere once its reader is gone: a run does not end for want of one."""
+    """A text stream that drops writes once its reader is gone."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -27,7 +27,7 @@ class Lasting:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write text; return its length."""
+        """Write text and return its length."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -50,28 +50,28 @@ class Lasting:
 
 
 def keep_streams() -> None:
-    """Open what the shell closed of the three standard streams on nothing, and keep the others from ending the run.
+    """Open closed standard streams on /dev/null, and keep broken ones from ending the run.
 
-    Otherwise the next file to be opened would take the number of a closed stream, and get what libraries print.
+    Otherwise the next opened file would take a closed stream's number and its output.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115  open until exit
     sys.stdout, sys.stderr = Lasting(sys.stdout), Lasting(sys.stderr)  # type: ignore[assignment]
 
 
 def raise_limits() -> None:
-    """Raise this process's limits on open files and threads as far as its account may.
+    """Raise this process's limits on open files and threads to the hard limits.
 
     Raises:
-      UserError: that is not far enough for a run.
+      UserError: a run needs more.
     """
     limits = [(resource.RLIMIT_NOFILE, MIN_FILES, "open files", "n")]
-    if os.geteuid():  # root may start as many as it likes
+    if os.geteuid():  # root has no limit on threads
         limits += [(resource.RLIMIT_NPROC, MIN_THREADS, "processes and threads of this account", "u")]
     for kind, least, what, flag in limits:
         _, hard = resource.getrlimit(kind)

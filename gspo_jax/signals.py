@@ -1,7 +1,7 @@
-"""Signals that ask a command to end: SIGTERM, Ctrl-C (SIGINT) and the end of a terminal (SIGHUP).
+"""Signals that end a command: SIGTERM, Ctrl-C (SIGINT) and the end of a terminal (SIGHUP).
 
-One that is ignored when Python starts, such as SIGHUP under nohup, stays ignored. A command ends of them in order and
-with a sentence, from its first import on; a run stops and is saved (parallel/preemption.py).
+A signal ignored at Python's start, e.g. SIGHUP under nohup, stays ignored. A run stops and is saved
+(parallel/preemption.py).
 """
 
 import atexit
@@ -21,37 +21,36 @@ from gspo_jax import exits
 
 ASKS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 INSISTS = 3
-"""Presses of Ctrl-C that end a process at once, whatever it is doing."""
+"""Presses of Ctrl-C that end a process at once."""
 _CLOSING_S = 1.0
-"""Seconds within which several SIGHUPs are one: the kernel and the shell each send some when a terminal is closed."""
+"""SIGHUPs within so many seconds count once: kernel and shell each send some at a terminal's end."""
 _ORDERLY_S = 2.0
-"""Seconds that a command has to end in order; one that waits in a library of C++ does not even learn of the signal."""
+"""Seconds for a command to end in order. A wait in a C++ library never sees the signal."""
 
 Heard = Callable[[signal.Signals, int], None]
-"""Called with a signal and the number of presses so far: of every SIGINT, and SIGHUP, but of no SIGTERM.
+"""Handler of a signal and the number of presses so far, which counts SIGINT and SIGHUP.
 
-Launchers and platforms send SIGTERM beside or after the others, and so often that it says nothing about a person.
+SIGTERM does not count: launchers send it repeatedly, and with other signals.
 """
 
 
 class Ended(SystemExit):
-    """Raised in the main thread of a command by a signal; its code is the one that a shell reports."""
+    """Raised in a command's main thread by a signal, with the code that a shell reports."""
 
 
 RAISED = (KeyboardInterrupt, Ended)
-"""What a signal raises, and no code that is called."""
+"""Raised only by signals."""
 
-_outermost: list[dict[signal.Signals, Any]] = []  # handlers of the process without `heard`, while signals are heard
-_commands: list["_Command"] = []  # the one of this process, if it is a command
+_outermost: list[dict[signal.Signals, Any]] = []  # handlers of the process outside `heard`, while signals are heard
+_commands: list["_Command"] = []  # this process's command, if any
 
 
 @contextmanager
 def heard(act: Heard, numbers: Iterable[signal.Signals] = ASKS) -> Iterator[None]:
-    """Call `act`, in a thread, for each such signal inside the block, instead of dying of it.
+    """Call `act`, in a thread, for these signals inside the block, instead of dying.
 
-    Enter it in the main thread. Python runs a handler only between two of its own instructions, and a compilation is
-    one of them; a thread hears of the signal at once. Processes that are forked inside the block die of these signals
-    as ever.
+    Enter it in the main thread. Python runs handlers only between instructions, and a compilation is one, but a thread
+    hears the signal at once. Processes forked inside the block die as usual.
     """
     undo = _listen(act, lambda *_: None, numbers)
     try:
@@ -61,7 +60,7 @@ def heard(act: Heard, numbers: Iterable[signal.Signals] = ASKS) -> Iterator[None
 
 
 def end_command() -> None:
-    """From now on, have these signals end this process at once, with a sentence, where no `heard` block hears them."""
+    """Make these signals end this process at once, with a sentence, outside `heard` blocks."""
     if not _commands:
         _commands.append(_Command())
         atexit.register(flush)
@@ -69,28 +68,28 @@ def end_command() -> None:
 
 
 def in_order() -> None:
-    """From now on, have them raise `Ended` in the main thread, so that what this command has opened is closed.
+    """Make them raise `Ended` in the main thread, so the command closes what it opened.
 
-    Not among imports: some libraries of C++ abort if what they import raises.
+    Call it after imports: some C++ libraries abort if their imports raise.
     """
     end_command()
     _commands[0].in_order = True
 
 
 def is_over() -> None:
-    """Have the signals end this command no longer, if it is one: its result is saved, and it is about to exit."""
+    """Ignore the signals from now on: the command is about to exit."""
     for command in _commands:
         command.over = True
 
 
 def say(text: str) -> None:
-    """Print a line to stderr, if that still leads anywhere: a terminal may be closed."""
+    """Print a line to stderr, if it is open."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 
 def flush() -> None:
-    """Flush stdout and stderr; drop what a closed terminal or pipe does not take: Python would exit with 120 for it."""
+    """Flush stdout and stderr. Drop output to a closed terminal or pipe: Python would exit with 120."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
@@ -102,14 +101,12 @@ def flush() -> None:
 
 
 class _Command:
-    """Ends a command when a signal comes, with one sentence."""
-
     def __init__(self) -> None:
         self.over = self.in_order = False
         self._saying, self._ending = threading.Lock(), False
 
     def hear(self, number: signal.Signals, presses: int) -> None:
-        """End the process, in the thread that hears, unless the main thread does so in order."""
+        """End the process from the listening thread, unless the main thread does."""
         if self.over and presses < INSISTS:
             return
         self._say(number)
@@ -118,7 +115,7 @@ class _Command:
         exits.leave(exits.SIGNALLED + number)
 
     def handle(self, number: int, _: FrameType | None) -> None:
-        """End the process in order, in the main thread; once, as a second signal must not disturb that."""
+        """End the process once, in order, in the main thread."""
         if self.over or self._ending or not self.in_order:
             return
         self._ending = True
@@ -134,7 +131,7 @@ class _Command:
 def _listen(
     act: Heard, handler: Callable[[int, FrameType | None], None], numbers: Iterable[signal.Signals]
 ) -> Callable[[], None]:
-    """Hear signals until the returned function is called; `handler` is called for them too, in the main thread."""
+    """Hear signals until the returned function is called. `handler` runs in the main thread."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     found = {number: signal.getsignal(number) for number in numbers}
@@ -143,7 +140,7 @@ def _listen(
     def read() -> None:
         presses, hung_up = 0, -_CLOSING_S
         while told := os.read(reader, 1):
-            if told[0] not in earlier:  # one that a library handles
+            if told[0] not in earlier:  # a library handles it
                 continue
             number, now = signal.Signals(told[0]), time.monotonic()
             if number == signal.SIGHUP:
@@ -175,7 +172,7 @@ def _listen(
 
 
 def _forget() -> None:
-    """Die of the signals again, in a child that was forked while they were heard; the pipe is its parent's."""
+    """Restore the signals in a forked child."""
     for earlier in _outermost:
         signal.set_wakeup_fd(-1)
         for number, before in earlier.items():

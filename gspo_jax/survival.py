@@ -1,15 +1,16 @@
-"""Which runs collapsed, and how groups of runs differ seed by seed: survival curves, paired differences, a table.
+"""Collapsed runs, and differences between groups of runs seed by seed.
 
     python -m gspo_jax.survival RUN RUN … --baseline=RUN --out=DIR
 
 A run has collapsed once the mean reward of five iterations is less than half of the highest such mean so far
-(`collapse` in reporting/runs.py). Runs whose configs differ only in the seed are a group. Differences are from the
-group of the run that --baseline names, between runs of the same seed, with 95% intervals over the seeds. Writes
-`survival.png`, `survival-narrow.png` for phones, `survival.md` and `survival.json`.
+(`collapse` in studies/runs.py). Runs that differ only in the seed are a group. Differences are from the group of
+--baseline, between runs of the same seed, with 95% intervals over the seeds. Writes `survival.png`,
+`survival-narrow.png` for phones, `survival.md` and `survival.json`.
 """
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gspo_jax.errors import UserError
+from gspo_jax.drawing import GREY, Head, label_ends, picture
 from gspo_jax.parser import make_parser
-from gspo_jax.reporting.dots import draw_rows
-from gspo_jax.reporting.drawing import GREY, Head, label_ends, picture
-from gspo_jax.reporting.paired import Estimate, difference, find, in_markdown
-from gspo_jax.reporting.runs import Group, group_runs, load_run
-from gspo_jax.reporting.survival import Course, course, surviving
+from gspo_jax.studies.dots import draw_rows
+from gspo_jax.studies.paired import Estimate, difference, find, in_markdown
+from gspo_jax.studies.runs import Group, group_runs, load_run
+from gspo_jax.studies.survival import Course, course, surviving
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,29 +31,28 @@ if TYPE_CHECKING:
 LAYOUTS = {"survival.png": 3, "survival-narrow.png": 1}
 """Panels per row of each picture."""
 COLUMN, LABELS, ROW = 4.6, 1.25, 4.4
-"""Inches: width of a panel with its labels, width of its labels, height."""
+"""Inches: panel width with labels, label width, height."""
 MEASURES = {"final": "Reward at the end", "mean": "Reward over the run"}
-"""Fields of a course that are compared."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A group of runs, and how it compares."""
+    """A group of runs and its comparison."""
 
     group: Group
     courses: list[Course]
     differences: dict[str, Estimate]
-    """From the baseline, by measure; none of the baseline itself, or without a seed in common."""
+    """Differences from the baseline, by measure. Empty for the baseline itself, or without a common seed."""
     is_baseline: bool
 
     @property
     def collapsed(self) -> int:
-        """How many of its runs collapsed."""
+        """Number of collapsed runs."""
         return sum(one.collapsed is not None for one in self.courses)
 
 
 def compare(groups: Sequence[Group], baseline: str) -> list[Arm]:
-    """Return every group with its differences from the one that has the run `baseline`.
+    """Return every group with its differences from the group of `baseline`.
 
     Raises:
       UserError: no run is the baseline, or one has no rewards yet.
@@ -74,7 +73,7 @@ def _by_seed(courses: Sequence[Course], measure: str) -> dict[int | None, float]
 
 
 def table(arms: Sequence[Arm]) -> str:
-    """Format the arms as a markdown table; differences whose intervals leave out 0 are bold."""
+    """Format a markdown table. Differences with intervals that exclude 0 are bold."""
     lines = [
         "| runs | seeds | collapsed | at iteration | reward at the end | difference "
         "| reward over the run | difference |",
@@ -92,7 +91,7 @@ def table(arms: Sequence[Arm]) -> str:
 
 
 def facts(arms: Sequence[Arm]) -> list[dict[str, Any]]:
-    """Return what the table says for programs."""
+    """Return the table's facts for programs."""
     return [
         {
             "label": arm.group.label,
@@ -143,7 +142,6 @@ def _survival(axes: "Axes", arms: Sequence[Arm]) -> None:
 
 
 def _forest(axes: "Axes", arms: Sequence[Arm], name: str) -> None:
-    """Draw one row per arm: each seed's difference, their mean, and its interval."""
     (base,) = (arm.group for arm in arms if arm.is_baseline)
     axes.set(title=MEASURES[name], xlabel=f"difference from {base.label}")
     axes.axvline(0, color=GREY, linewidth=1)
@@ -153,22 +151,20 @@ def _forest(axes: "Axes", arms: Sequence[Arm], name: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    try:
-        given = make_parser("survival").parse_args(arguments)
-        unique = list({Path(folder).resolve(): folder for folder in given.runs}.values())
-        arms = compare(group_runs([load_run(folder) for folder in unique]), given.baseline)
-        out = Path(given.out)
-        out.mkdir(parents=True, exist_ok=True)
-        text = table(arms)
-        (out / "survival.md").write_text(text, encoding="utf-8")
-        (out / "survival.json").write_text(json.dumps(facts(arms), indent=2) + "\n", encoding="utf-8")
-        for name, columns in LAYOUTS.items():
-            draw(arms, out / name, columns=columns)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return make_parser("survival").run(_command, arguments)
+
+
+def _command(given: Namespace) -> None:
+    unique = list({Path(folder).resolve(): folder for folder in given.runs}.values())
+    arms = compare(group_runs([load_run(folder) for folder in unique]), given.baseline)
+    out = Path(given.out)
+    out.mkdir(parents=True, exist_ok=True)
+    text = table(arms)
+    (out / "survival.md").write_text(text, encoding="utf-8")
+    (out / "survival.json").write_text(json.dumps(facts(arms), indent=2) + "\n", encoding="utf-8")
+    for name, columns in LAYOUTS.items():
+        draw(arms, out / name, columns=columns)
     print(text, end="")
-    return 0
 
 
 if __name__ == "__main__":

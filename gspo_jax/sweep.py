@@ -2,9 +2,9 @@
 
     python -m gspo_jax.sweep --config=configs/tiny.py --sweep objective.name=gspo,grpo --seeds=3
 
-Trains every combination of the values of `--sweep` or, without it, what `get_sweep` of the config file lists, for every
-seed. Each run is a process, `python -m gspo_jax.train`, with a folder in `--runs`. Runs that may share a cold start
-do. The same command again skips runs that are finished and resumes the others. The report is in RUNS/report.
+Trains every combination of the values of `--sweep` or, without it, the config file's `get_sweep`, for every seed. Each
+run is a process, `python -m gspo_jax.train`, with a folder in `--runs`. The same command again skips finished runs and
+resumes the others. The report is in RUNS/report.
 """
 
 import fcntl
@@ -19,19 +19,18 @@ from pathlib import Path
 from absl import flags
 from ml_collections import ConfigDict
 
-from gspo_jax import cli, exits, report, signals
+from gspo_jax import cli, config_files, exits, report, signals
+from gspo_jax.drawing import check_matplotlib
 from gspo_jax.errors import UserError
 from gspo_jax.parallel import processes
-from gspo_jax.reporting.drawing import check_matplotlib
-from gspo_jax.sweeping.plan import Page, Run, comparisons, find_folder, make_plan
+from gspo_jax.sweeping.grid import Page, SweepRun, comparisons, find_folder, make_plan
 from gspo_jax.sweeping.processes import Children, commands, describe, exit_code
 
 TABLE = "results.md"
-"""File of a report with the table."""
 
 
 def sweep(pages: Sequence[Page], folder: Path, *, jobs: int) -> int:
-    """Train the runs that are not finished, at most `jobs` at a time, write the report, and return the exit code."""
+    """Train unfinished runs, `jobs` at a time, write the report, and return the exit code."""
     runs, logs, code = [run for page in pages for run in page.runs], folder / "logs", 0
     with locked(folder):
         print(summary(runs, folder), flush=True)
@@ -51,9 +50,9 @@ def sweep(pages: Sequence[Page], folder: Path, *, jobs: int) -> int:
 
 
 def write_report(pages: Sequence[Page], folder: Path) -> int:
-    """Write a report of the finished runs of each page, and return the exit code.
+    """Write a report of each page's finished runs, and return the exit code.
 
-    The tables of several pages are also written together, to RUNS/report/results.md.
+    Tables of several pages are also written to RUNS/report/results.md.
     """
     tables = []
     for page in pages:
@@ -69,8 +68,8 @@ def write_report(pages: Sequence[Page], folder: Path) -> int:
     return 0
 
 
-def report_flags(page: Page, runs: Sequence[Run]) -> list[str]:
-    """Return the flags of `gspo_jax.report` for runs of a page; the baseline is what the sweep lists first."""
+def report_flags(page: Page, runs: Sequence[SweepRun]) -> list[str]:
+    """Return the flags of `gspo_jax.report` for a page. The sweep's first setting is the baseline."""
     panels = [] if page.panels == "training" else [f"--panels={page.panels}"]
     first = [run for run in runs if run.settings == page.runs[0].settings]
     baseline = [f"--baseline={run.folder}" for run in first[:1]]
@@ -78,21 +77,21 @@ def report_flags(page: Page, runs: Sequence[Run]) -> list[str]:
     return [*(str(run.folder) for run in runs), *baseline, *panels, *out]
 
 
-def summary(runs: Sequence[Run], folder: Path) -> str:
-    """Return the plan in one line: how many runs there are, and how many of them are finished."""
+def summary(runs: Sequence[SweepRun], folder: Path) -> str:
+    """Return the plan in one line."""
     left = [run for run in runs if not run.is_done()]
     cold = {run.cold.folder for run in left if run.cold is not None and run.needs_cold_start()}
     missing = sum(not place.exists() for place in cold)
     return f"{folder}: {_count(runs)}, {len(left)} to train; cold starts to train: {missing}"
 
 
-def _count(runs: Sequence[Run]) -> str:
+def _count(runs: Sequence[SweepRun]) -> str:
     return f"{sum(run.is_done() for run in runs)} of {len(runs)} runs are finished"
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other sweeps out of a folder, which is made if it is missing."""
+    """Keep other sweeps out of a folder, creating it if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -106,10 +105,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def main(config: ConfigDict) -> int:
-    """Run the command and return its exit code."""
+    """Run the command."""
     del config  # each run has its own
-    given, words = flags.FLAGS, cli.config_words(sys.argv[1:])
-    name = Path(cli.config_flag(words).partition(":")[0]).stem
+    given, words = flags.FLAGS, config_files.config_words(sys.argv[1:])
+    name = Path(config_files.config_flag(words).partition(":")[0]).stem
     folder = find_folder(f"runs/{name}-sweep" if given.runs is None else given.runs)
     if any(name in os.environ for name in processes.VARIABLES):
         raise UserError(f"a sweep runs on one machine, with a process for each run; unset {processes.VARIABLES[0]}")

@@ -1,4 +1,4 @@
-"""Thoughts in a model's text: which part of a response is its answer."""
+"""Thoughts in a model's text, and its answer."""
 
 import re
 
@@ -19,31 +19,30 @@ PAIRS = (
     ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),  # Apriel
     ("Here is my thought process:", "Here is my response:"),  # Granite 3
 )
-"""What opens and what closes a thought, by the families that are trained to write it, and by usual prompts.
+"""Opening and closing marks of thoughts, from model families and common prompts.
 
-Words open one only where a response begins, and close only one that is open.
+Words open a thought only at a response's beginning, and close only an open one.
 """
 MARKS = frozenset(text for pair in PAIRS for mark in pair for text in (mark, *re.findall("<[^<>]*>", mark)))
-"""All of them and their parts, of which a tokenizer may have some as special tokens: gpt-oss has `<|channel|>`."""
+"""All marks and their parts. Some may be a tokenizer's special tokens: gpt-oss has `<|channel|>`."""
 
 _CLOSING_OF = dict(PAIRS)
 _OPENINGS = tuple(_CLOSING_OF)
 _MARK = re.compile("|".join(re.escape(mark) for pair in PAIRS for mark in pair))
-_FORMAT = re.compile(r" ?<\|constrain\|>\w{1,20}(?=<\|message\|>)")  # in which gpt-oss's final channel is
+_FORMAT = re.compile(r" ?<\|constrain\|>\w{1,20}(?=<\|message\|>)")  # in gpt-oss's final channel
 _BEGINNINGS = "<", "[", "◁", "Here "
-"""Texts of which every mark has one. They are found much faster than patterns, and most completions have none."""
+"""Every mark contains one. They are a fast test, and most completions have none."""
 _QUOTES = "\"'`"
 _PROMPT_END = 100
-"""Characters at the end of a prompt that are searched for an open thought."""
+"""Characters at a prompt's end searched for an open thought."""
 
 
 def answer_part(prompt: str, completion: str) -> str | None:
-    """Return what a completion says behind its last thought, or None if a thought is left open.
+    """Return the part of a completion after its last thought, or None if a thought is left open.
 
-    A thought begins with an opening mark, in the completion or at the very end of the prompt, and ends with the closing
-    mark of the same pair. What stands before a closing mark is a thought whether or not its beginning is seen. Without
-    a mark the whole completion is the answer. A mark in quotes, as in a program that splits a text at "</think>", is
-    none.
+    A thought begins with an opening mark, in the completion or at the very end of the prompt, and ends with the pair's
+    closing mark. Text before a closing mark is a thought in any case. Without marks the whole completion is the answer.
+    Quoted marks, as in a program that splits a text at "</think>", do not count.
     """
     asked = prompt[-_PROMPT_END:].rstrip()
     opened = asked.endswith(_OPENINGS)
@@ -66,7 +65,7 @@ def answer_part(prompt: str, completion: str) -> str | None:
 
 
 def _is_quoted(text: str, mark: re.Match[str]) -> bool:
-    """Return whether a closing mark is spoken of: in quotes of its own, and not between two that are quoted."""
+    """Return True if a closing mark is in its own quotes, not between two quoted texts."""
     before, behind = text[max(0, mark.start() - 1) : mark.start()], text[mark.end() : mark.end() + 2]
     if before == "" or before not in _QUOTES or behind[:1] != before:
         return False
@@ -74,7 +73,7 @@ def _is_quoted(text: str, mark: re.Match[str]) -> bool:
 
 
 def _is_mentioned(text: str, mark: re.Match[str]) -> bool:
-    """Return whether an opening mark is spoken of: right behind a quote, or words that do not begin a response."""
+    """Return True if an opening mark follows a quote, or words not at a response's beginning."""
     start = mark.start()
     if mark[0][0].isalpha():
         return start > _PROMPT_END or text[:start].strip() != ""

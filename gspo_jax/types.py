@@ -1,14 +1,15 @@
-"""Records that flow between packages: frozen and documented field by field, with shapes.
+"""Records that flow between packages, frozen.
 
-Shape letters: B = P · G rows for P prompts and G responses each, the rows of a group adjacent; S prompt tokens;
-T response tokens; N = S + T; L routed layers, i.e. those with a router; K experts per token. All arrays are
-right-padded.
+Shape letters: B = P · G responses to P prompts, a group's G adjacent; S prompt tokens; T response tokens; N = S + T; L
+routed layers; K experts per token. All arrays are right-padded. A packed batch has [M, Q] places for its responses
+instead of [B]: M mini-batches, and Q / shards places per batch shard. `*B` stands for either, or for [Q].
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
+import jax
 import numpy as np
 from flax import nnx, struct
 from jaxtyping import Array, Bool, Float, Int, Shaped
@@ -16,171 +17,234 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 Module = TypeVar("Module", bound=nnx.Module)
 
 
-@struct.dataclass
+_LATER: Any = None
+"""Default of fields not filled yet, or unknown."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Prompts:
-    """A batch of tokenised prompts."""
+    """Tokenised prompts. Only tokens and lengths enter jitted programs."""
 
     tokens: Int[Array, "P S"]
-    """Token ids, right-padded."""
+    """Token ids, int32, right-padded."""
     lengths: Int[Array, " P"]
-    """Number of tokens in each prompt, 1..S."""
+    """Tokens of each prompt, 1..S."""
+    texts: Sequence[str] = _LATER
+    records: Sequence[Any] = _LATER
+    valid: Bool[np.ndarray, " P"] = _LATER
+    """False on rows that pad an evaluation's last batch."""
+
+
+jax.tree_util.register_dataclass(
+    Prompts, data_fields=["tokens", "lengths"], meta_fields=[], drop_fields=["texts", "records", "valid"]
+)
 
 
 @struct.dataclass
 class RouterRecord:
-    """Choices of the L routed layers at every prompt and response position, N = S + T.
+    """Choices of the L routed layers at every prompt and response position.
 
-    Dense layers of a mixed model have no entry; L = K = 0 for a dense model.
-
-    Experts are -1 where nothing was routed or the routing is unknown: at padding, and at a response's last token, which
-    the sampler never feeds to the model. At these positions replay leaves the choice to the router.
+    Dense layers have no entry. Experts are -1 where nothing was routed or the routing is unknown: at padding, and at a
+    response's last token, which the sampler never feeds. There, replay leaves the choice to the router.
     """
 
-    experts: Int[Array, "B N L K"]
-    """Expert ids used, most probable first: the router's own choice, or the replayed one. Smallest integer dtype that
-    holds them."""
-    logprobs: Float[Array, "B N L K"] | None
-    """Log-softmax of the router at those experts, float32; None if not requested."""
+    experts: Int[Array, "*B N L K"]
+    """Ids used, own or replayed, most probable first, in the smallest integer dtype."""
+    logprobs: Float[Array, "*B N L K"] | None
+    """Router log-probs at those experts, float32; None if not requested."""
 
 
 @struct.dataclass
 class Responses:
-    """Prompts and responses, from any source: the input of scoring."""
+    """Prompts and responses from any source."""
 
-    prompts: Int[Array, "B S"]
-    """Prompt of each row (repeated within a group), right-padded."""
-    prompt_lengths: Int[Array, " B"]
-    """Number of tokens in each prompt."""
-    tokens: Int[Array, "B T"]
-    """Response token ids, EOS included; the padding id after the end."""
-    mask: Bool[Array, "B T"]
-    """True on response tokens: the policy's, EOS included, and the environment's replies between them."""
+    prompts: Int[Array, "*B S"]
+    """Right-padded; repeated within a group."""
+    prompt_lengths: Int[Array, "*B"]
+    tokens: Int[Array, "*B T"]
+    """EOS included; the padding id after the end."""
+    mask: Bool[Array, "*B T"]
+    """True on the policy's tokens, EOS included, and on the environment's replies."""
 
 
 @struct.dataclass
 class Rollout(Responses):
-    """Sampled responses, with the sampler's log-probs and expert choices."""
+    """Sampled responses, with the sampler's log-probs and routes."""
 
-    action_mask: Bool[Array, "B T"]
-    """True on the tokens sampled from the policy: `mask` without an environment's tokens."""
-    truncated: Bool[Array, " B"]
+    action_mask: Bool[Array, "*B T"]
+    """True on the policy's tokens alone."""
+    truncated: Bool[Array, "*B"]
     """True for responses that reached their token limit without an EOS."""
-    behaviour_logprobs: Float[Array, "B T"]
-    """Log-prob of each token under the behaviour policy, i.e. the distribution it was actually sampled from, including
-    temperature, top-k, top-p and min-p; 0 outside the action mask."""
-    logprobs: Float[Array, "B T"]
-    """Log-prob of each token under the same weights' full softmax at the sampling temperature, which the trainer's
-    scoring must agree with; 0 outside the action mask."""
+    behaviour_logprobs: Float[Array, "*B T"]
+    """Log-probs under the distribution sampled from, after temperature, top-k, top-p and min-p; 0 outside the action
+    mask."""
+    logprobs: Float[Array, "*B T"]
+    """Log-probs under the full softmax at the sampling temperature, as the trainer scores; 0 outside the action
+    mask."""
     routes: RouterRecord
-    """Experts the sampler's routers chose for prompt and response."""
 
 
 @struct.dataclass
 class OldPolicy:
-    """Log-probs, values and routes of a rollout under the policies that stay fixed during an iteration."""
+    """A rollout's scores under the policies fixed during an iteration."""
 
-    logprobs: Float[Array, "B T"]
-    """log π_old of the sampled tokens, by the sampler or by the trainer, depending on the config."""
-    reference_logprobs: Float[Array, "B T"] | None = None
-    """log π_ref of the sampled tokens, under the reference policy's own routing; None without a reference policy."""
-    values: Float[Array, "B T"] | None = None
-    """The critic's value estimate before each token; None without a critic."""
+    logprobs: Float[Array, "*B T"]
+    """log π_old, by the sampler or the trainer."""
+    reference_logprobs: Float[Array, "*B T"] | None = None
+    """log π_ref, under the reference's own routing; None without a reference."""
+    values: Float[Array, "*B T"] | None = None
+    """The critic's estimate before each token; None without a critic."""
     routes: RouterRecord | None = None
-    """Routes of the trainer's forward pass under the old policy, which under r3 follow the sampler's; None unless
-    recomputed."""
+    """The trainer's, following the sampler's under r3; None unless recomputed."""
 
 
 @struct.dataclass
 class Packing:
-    """Rows that compute the responses of each of N mini-batches.
+    """Assignment of responses to rows, for each of M mini-batches.
 
-    Every shard has Q / shards places, each for a response; places without one come last. Arrays are int32.
+    Every shard has Q / shards places, one response each, empty ones last. All int32.
     """
 
-    responses: Int[Array, "N Q"]
-    """Response in each place, counted within the mini-batch; -1 if the place is empty."""
-    places: Int[Array, "N B"]
-    """The inverse: place of each response of the mini-batch."""
-    kind: Int[Array, "N Q"]
-    """Index into `row_lengths` of the row that holds it; meaningless if the place is empty."""
-    turn: Int[Array, "N Q"]
-    """Number of that row's micro-batch among those of its kind."""
-    prompt: Int[Array, "N Q"]
-    """Offset in the row of the first token of the response's prompt."""
-    start: Int[Array, "N Q"]
-    """Offset in the row of the response's first token."""
-    turns: Int[Array, "N kinds"]
+    responses: Int[Array, "*M Q"]
+    """Number in the batch of each place's response; -1 if empty."""
+    kind: Int[Array, "*M Q"]
+    """Index into `row_lengths`; meaningless if empty."""
+    turn: Int[Array, "*M Q"]
+    """Index of the micro-batch within its kind."""
+    prompt: Int[Array, "*M Q"]
+    """Row offset of the prompt."""
+    start: Int[Array, "*M Q"]
+    """Row offset of the response."""
+    turns: Int[Array, "*M kinds"]
     """Micro-batches of each kind of row."""
     row_lengths: tuple[int, ...] = struct.field(pytree_node=False)
-    """Tokens of a row of each kind, longest first."""
+    """Tokens of each kind of row, longest first."""
+    size: int = struct.field(pytree_node=False)
+    """Responses of a mini-batch."""
 
     @property
-    def slots(self) -> Int[Array, " N"]:
-        """Token slots that each shard executes for each mini-batch."""
+    def slots(self) -> Int[Array, "*M"]:
+        """Token slots per shard for each mini-batch."""
         return self.turns @ np.array(self.row_lengths)
 
+    @property
+    def places(self) -> Int[np.ndarray, " B"]:
+        """Place of each response, counted over all M · Q; on the host."""
+        flat = np.asarray(self.responses).reshape(-1)
+        live = np.flatnonzero(flat >= 0)
+        return live[np.argsort(flat[live])]
 
-@struct.dataclass
-class Experience:
-    """A rollout with everything the update learns from it."""
+    def in_order(self, tree: Any) -> Any:
+        """Reorder host arrays of places, [M, Q, …], to the batch's order, [B, …]."""
+        places = self.places
+        return jax.tree.map(lambda x: np.reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:]))[places], tree)
+
+
+@struct.dataclass(kw_only=True)
+class Rewards:
+    """Rewards: NumPy arrays, the same in every process, until they enter a jitted program."""
+
+    total: Float[np.ndarray, "*B"]
+    """Weighted sum of the reward functions; NaN if one of them, or of the step rewards, failed."""
+    learn: Bool[np.ndarray, "*B"]
+    """False for responses, such as unscored ones, that only count in their group's baseline."""
+    by_name: dict[str, Float[np.ndarray, " B"]] = dataclasses.field(default_factory=dict)
+    """Score of each reward function, mean per step for step-reward functions; NaN without a score."""
+    without_worker: Bool[np.ndarray, " B"] | None = None
+    """True for responses scored without a worker process; None if no function is isolated."""
+    of_steps: Float[np.ndarray, "*B T"] | None = None
+    """Weighted reward of a step at its last token, 0 elsewhere."""
+    steps: Bool[np.ndarray, "*B T"] | None = None
+    """True at tokens that end a step."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """An iteration's responses and everything learned from them, filled in step by step.
+
+    Rewards and the columns [B] are NumPy arrays, the same in every process, which jitted programs do not see.
+    Everything else is on the devices.
+    """
 
     rollout: Rollout
-    mask: Bool[Array, "B T"]
-    """True on the tokens to learn from: the action mask, without rows that are filtered out."""
-    old: OldPolicy
-    """The fixed policies' view of the rollout."""
-    advantages: Float[Array, " B"] | Float[Array, "B T"]
+    """[B, …], then [M, Q, …] once packed, with zeros in empty places."""
+    texts: Shaped[np.ndarray, " B"] = _LATER
+    """The prompts."""
+    records: Shaped[np.ndarray, " B"] = _LATER
+    """Data record of each prompt, with its answer."""
+    prompt_lengths: Int[np.ndarray, " B"] = _LATER
+    lengths: Int[np.ndarray, " B"] = _LATER
+    """Tokens of each response, an environment's replies included."""
+    drawn: Int[np.ndarray, " B"] = _LATER
+    """Sampled tokens of each response."""
+    truncated: Bool[np.ndarray, " B"] = _LATER
+    """True for responses cut off at the length limit."""
+    turns: Int[np.ndarray, " B"] = _LATER
+    """Turns of the policy."""
+    stale_tokens: Int[np.ndarray, " B"] = _LATER
+    """Tokens sampled by older policies (partial rollouts)."""
+    rewards: Rewards = _LATER
+    packing: Packing = _LATER
+    """Set by `Engine.pack`, which deals the rollout to its places."""
+    old: OldPolicy = _LATER
+    mask: Bool[Array, "*M Q T"] = _LATER
+    """Tokens to learn from: the action mask, without filtered-out responses."""
+    advantages: Float[Array, "*M Q"] | Float[Array, "*M Q T"] = _LATER
     """Â of each response, or of each token."""
-    returns: Float[Array, "B T"] | None = None
-    """The critic's regression target before each token; None without a critic."""
-    correction: Float[Array, "B T"] | None = None
-    """Weight of each token that corrects for the mismatch between sampler and trainer; None without a correction."""
-    packing: Packing | None = None
-    """Rows that compute the responses; None before the batch is packed."""
+    returns: Float[Array, "*M Q T"] | None = None
+    """The critic's target before each token."""
+    correction: Float[Array, "*M Q T"] | None = None
+    """Weight of each token, for sampler–trainer mismatch."""
 
     @property
     def routes(self) -> RouterRecord:
         """Routes under the old policy: the trainer's if recorded, otherwise the sampler's."""
         return self.rollout.routes if self.old.routes is None else self.old.routes
 
+    def minibatch(self, index: Array | int) -> "Batch":
+        """Return the device arrays of one mini-batch, in its places [Q, …]."""
+        return jax.tree.map(lambda x: x[index], self)
+
+
+HOST_COLUMNS = (
+    "texts",
+    "records",
+    "prompt_lengths",
+    "lengths",
+    "drawn",
+    "truncated",
+    "turns",
+    "stale_tokens",
+    "rewards",
+)
+
+jax.tree_util.register_dataclass(
+    Batch,
+    data_fields=[field.name for field in dataclasses.fields(Batch) if field.name not in HOST_COLUMNS],
+    meta_fields=[],
+    drop_fields=HOST_COLUMNS,
+)
+
 
 @struct.dataclass
 class Weights:
-    """A policy's parameters in two disjoint parts; together they hold every parameter of its graph."""
+    """A policy's parameters in two disjoint parts."""
 
     trainable: nnx.State
     """Parameters with gradients and optimizer state, stored in checkpoints; float32 in the trainer."""
     frozen: nnx.State
-    """Parameters that no update changes, such as the base of an adapter; empty in full training."""
+    """Changed by no update, such as an adapter's base; empty in full training."""
 
     @classmethod
     def full(cls, params: nnx.State) -> "Weights":
-        """Weights with all parameters trainable."""
         return cls(params, nnx.State({}))
 
     @property
     def whole(self) -> nnx.State:
-        """Both parts as one tree."""
         return nnx.merge_state(self.trainable, self.frozen)
 
     def model(self, graph: nnx.GraphDef[Module]) -> Module:
-        """The module that `graph` describes, with these parameters."""
         return nnx.merge(graph, self.trainable, self.frozen)
-
-
-class EpisodeBatch(NamedTuple):
-    """A batch of finished episodes: the rollout on the devices, all other fields on the host, one entry per row."""
-
-    rollout: Rollout
-    """The responses."""
-    texts: Shaped[np.ndarray, " B"]
-    """Prompt text of each response."""
-    records: Shaped[np.ndarray, " B"]
-    """Data record of each prompt, such as its answer."""
-    turns: Int[np.ndarray, " B"]
-    """Turns the policy took."""
-    stale_tokens: Int[np.ndarray, " B"]
-    """Tokens sampled by policies older than the current one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,13 +252,13 @@ class Comparison:
     """Runs of a sweep that one report compares, from `get_sweep` of a config file."""
 
     runs: Sequence[Mapping[str, Any]]
-    """Fields that each run changes in the config, by dotted name."""
+    """Config fields that each run changes, by dotted name."""
     seeds: int = 1
     """Seeds of each run, counted from the config's."""
     panels: str = "training"
     """Page of the report: "training" or "routing"."""
     name: str = ""
-    """Folder of the runs, and of their report, below the sweep's; needed if a sweep has several comparisons."""
+    """Folder of the runs and their report, below the sweep's; needed if a sweep has several comparisons."""
     title: str = ""
     """Heading of the table; empty: the name."""
 
@@ -204,17 +268,14 @@ class SamplerStats:
     """Sampling time and work since the sampler last loaded weights."""
 
     prefill_s: float = 0.0
-    """Wall-clock seconds spent in prefill."""
     decode_s: float = 0.0
-    """Wall-clock seconds spent in the decode loop."""
     steps: int = 0
-    """Decode steps, of the shard that took the most in each call."""
+    """Decode steps of the slowest shard in each call."""
     slot_steps: int = 0
     """Decode steps times slots, summed over shards."""
     decode_tokens: int = 0
-    """Tokens sampled by the decode loop."""
     sampled_tokens: int = 0
-    """All sampled tokens: those of the decode loop, and the first of each response, which prefill samples."""
+    """Including each response's first token, sampled by prefill."""
 
     @property
     def occupancy(self) -> float:

@@ -1,4 +1,4 @@
-"""The versions that a run's numbers depend on, to the last bit."""
+"""Versions that a run's numbers depend on."""
 
 import contextlib
 import functools
@@ -11,12 +11,11 @@ PACKAGES = (
     *("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "flax", "optax", "orbax-checkpoint"),
     *("numpy", "grain", "tokenizers", "math-verify"),
 )
-"""What computes, keeps its state, reads the data and judges answers."""
 
 
-@functools.cache  # an install beside a run changes what is on the disk, and not what the run has loaded
+@functools.cache  # an install during a run changes only the disk
 def versions() -> dict[str, str]:
-    """Versions of Python, this package and those of `PACKAGES` that are installed, by name."""
+    """Return installed versions of Python, this package and `PACKAGES`."""
     found = {"python": platform.python_version(), "gspo_jax": gspo_jax.__version__}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

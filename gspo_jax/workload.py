@@ -1,4 +1,4 @@
-"""The synthetic workload that `bench` times: prompts and responses of given lengths, and the flops they require."""
+"""Synthetic workload of `bench`: prompts and responses of given lengths, and their flops."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,54 +16,51 @@ from gspo_jax.models import flops as flops_lib
 from gspo_jax.models import huggingface
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.setup import checks
+from gspo_jax.setup.fields import check_fields
 from gspo_jax.setup.meshes import check_sizes
-
-DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Prompts and responses of a benchmark's iterations, and the settings they run with."""
+    """Prompts, responses and settings of a benchmark's iterations."""
 
     model: Path
-    """Hugging Face folder of the model."""
+    """Hugging Face folder."""
     prompts: int = 8
     """Prompts per iteration."""
     group: int = 8
     """Responses per prompt."""
     prompt_length: int = 32
-    """Tokens per prompt."""
     new_tokens: int = 128
     """Maximum tokens per response."""
     lengths: str | None = None
-    """Distribution of response lengths, such as uniform:16:128 or lognormal:64:0.8; None: `new_tokens` for all."""
+    """Distribution of response lengths, such as uniform:16:128 or lognormal:64:0.8. None: `new_tokens` for all."""
     slots: int | None = None
-    """Responses decoded at a time; None: all."""
+    """Responses decoded at a time. None: all."""
     minibatches: int = 4
     """Updates per iteration."""
     row_tokens: int | None = None
-    """Tokens of a packed row; None: as a run's default."""
+    """Tokens per packed row. None: a run's default."""
     dtype: str = "float32"
-    """Compute dtype; parameters are float32."""
+    """Compute dtype. Parameters are float32."""
     repeats: int = 5
-    """Measured iterations."""
     warmup: int = 1
-    """Iterations before the measured ones; the first one compiles."""
+    """Iterations before the measured ones. The first compiles."""
     devices: int = 1
-    """Devices of the mesh."""
     mesh: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"fsdp": -1})
-    """Sizes of the mesh axes; one may be -1 (the rest of the devices), and an axis left out has size 1."""
+    """Mesh axis sizes. One may be -1 (the rest), others default to 1."""
 
     @property
     def tokens(self) -> dict[str, int]:
-        """Tokens per iteration from which the throughput of each part is computed."""
+        """Tokens per iteration for the throughput of each part."""
         sampled = int(self.limits.sum())
         read = sampled + self.prompts * self.group * self.prompt_length
         return {"sample": sampled, "score": read, "update": read, "iteration": sampled}
 
     @property
     def limits(self) -> Int[np.ndarray, " B"]:
-        """Length of each response in tokens, the same in every iteration.
+        """Tokens of each response, the same in every iteration.
 
         Raises:
           UserError: `lengths` is malformed, or a uniform distribution exceeds `new_tokens`.
@@ -76,7 +73,7 @@ class Workload:
 
     @property
     def config(self) -> ConfigDict:
-        """The config of a training run with these iterations: the defaults, with matmul outputs saved for backward."""
+        """Config of such a run: the defaults, with matmul outputs saved for backward."""
         config: Any = base()
         config.model.folder = str(self.model)
         config.model.dtype = self.dtype
@@ -89,59 +86,50 @@ class Workload:
         config.training.minibatches = self.minibatches
         config.training.row_tokens = self.row_tokens
         config.training.old_logprobs = "recompute"
-        config.optimizer.learning_rate = 1e-6
         config.optimizer.warmup_updates = 0
-        config.optimizer.max_grad_norm = 1.0
         return config
 
     def check(self) -> ModelConfig:
-        """Check the workload and return the model's shape, without touching devices or weights.
+        """Check the workload without devices or weights, and return the model's shape.
 
         Raises:
-          UserError: a number is out of range, or does not fit the other numbers or the model.
+          UserError: a number is out of range or does not fit the rest.
         """
         for name, value in vars(self).items():
             if isinstance(value, int) and not isinstance(value, bool) and value < 1:
                 raise UserError(f"--{name} is {value}; it must be at least 1")
-        least = self.prompt_length + self.new_tokens
-        if self.row_tokens is not None and self.row_tokens < least:
-            raise UserError(
-                f"--row_tokens is {self.row_tokens}, too few for --prompt_length {self.prompt_length} and --new_tokens "
-                f"{self.new_tokens}; use {least} or more"
-            )
         _ = self.limits  # raises if --lengths is malformed
-        if self.dtype not in DTYPES:
-            raise UserError(f"--dtype is {self.dtype!r}; use {' or '.join(DTYPES)}")
-        model = huggingface.read_config(self.model)
-        length, limit = self.prompt_length + self.new_tokens, model.max_position_embeddings
-        if length > limit:
-            raise UserError(
-                f"--prompt_length {self.prompt_length} and --new_tokens {self.new_tokens} need {length} positions, and "
-                f"the model has {limit}; take {length - limit} off either"
-            )
+        model, config = huggingface.read_config(self.model), self.config
         sizes: dict[str, int] = dict(zip(mesh_lib.AXES, mesh_lib.mesh_sizes(self.mesh, self.devices), strict=True))
         try:
-            check_sizes(self.config, model, sizes)
+            check_fields(config)
+            checks.check_packing(config)
+            checks.check_positions(config, model)
+            check_sizes(config, model, sizes)
         except UserError as error:
             raise UserError(_as_flags(str(error))) from None
         return model
 
 
 def _as_flags(text: str) -> str:
-    """Rewrite a message about config fields in terms of this command's flags."""
+    """Name flags instead of config fields in a message."""
     for field, flag in {
         "data.prompts_per_batch": "prompts",
+        "data.max_prompt_length": "prompt_length",
         "sampling.group_size": "group",
+        "sampling.max_response_length": "new_tokens",
         "sampling.slots": "slots",
+        "training.row_tokens": "row_tokens",
+        "model.dtype": "dtype",
     }.items():
         text = text.replace(field, f"--{flag}")
     return text
 
 
 def flops(model: ModelConfig, work: Workload) -> dict[str, int]:
-    """Return the flops of each part that no implementation can avoid if responses share their group's prompt.
+    """Return each part's unavoidable flops if responses share their group's prompt.
 
-    An update costs three forward passes: the gradient takes two matrix products for each one of the forward pass.
+    An update costs three forward passes: the gradient takes two matrix products for each forward one.
     """
     forward = forward_flops(model, lengths=work.limits, rows_per_prompt=work.group, prompt_length=work.prompt_length)
     return {"sample": forward, "score": forward, "update": 3 * forward, "iteration": 5 * forward}
@@ -150,10 +138,10 @@ def flops(model: ModelConfig, work: Workload) -> dict[str, int]:
 def forward_flops(
     model: ModelConfig, *, lengths: Int[np.ndarray, " B"], rows_per_prompt: int, prompt_length: int
 ) -> int:
-    """Return the minimum flops of the responses' log-probs, with a perfect KV cache; see `models.flops.forward`.
+    """Return the minimum flops of the responses' log-probs, with a perfect KV cache. See `models.flops.forward`.
 
-    A prompt of S tokens is computed once for the `rows_per_prompt` rows that share it. All tokens of a response but the
-    last are computed, since nothing is predicted from that one. A token at position c (from 1) attends to c keys.
+    A prompt of S tokens is computed once for its `rows_per_prompt` rows, and a response's last token never. A token at
+    position c (from 1) attends to c keys.
     """
     S, fed = prompt_length, lengths.astype(np.int64) - 1
     prompts = len(lengths) // rows_per_prompt

@@ -55,8 +55,8 @@ for step in "${steps[@]}"; do
         run .venv/bin/python -m gspo_jax.noise --config=configs/drift.py --config.objective.name=grpo "${flags[@]}" \
           --workdir="runs/drift-sweep/one/$name-0" --updates=0,1,2,4,16 --out="runs/drift-noise/$name"
       done
-      run .venv/bin/python -m gspo_jax.noise_figure "${depths[@]/#/runs/drift-noise/}" --out=docs/evidence/noise
-      run .venv/bin/python -m gspo_jax.noise_figure "${measured[@]/#/runs/drift-noise/}" --out=runs/drift-noise/all
+      run .venv/bin/python -m gspo_jax.studies.noise_figure "${depths[@]/#/runs/drift-noise/}" --out=docs/evidence/noise
+      run .venv/bin/python -m gspo_jax.studies.noise_figure "${measured[@]/#/runs/drift-noise/}" --out=runs/drift-noise/all
       run cp runs/drift-noise/all/noise.md docs/evidence/drift.md
       ;;
     *)

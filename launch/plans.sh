@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Plans every recipe for its slice, and the 30B recipe's update with one field changed at a time, and writes the tables of
-# docs/plan.md:
+# docs/plan.md and docs/plan/cycles.md:
 #   bash launch/plans.sh [--runs=DIR] [--page=FILE] [--dry-run]
-# Without flags: plans in runs/plans, tables in docs/plan.md. Needs no TPU: the compiler runs on this machine, for minutes per
-# recipe, and programs that were compiled before are not compiled again. --dry-run prints the commands. Creates .venv if it is
-# missing.
+# Without flags: plans in runs/plans, tables in docs/plan.md and docs/plan/cycles.md; with --page=NAME.md, in NAME.md and
+# NAME/cycles.md. Needs no TPU: the compiler runs on this machine, for minutes per recipe, and programs that were compiled before
+# are not compiled again. --dry-run prints the commands. Creates .venv if it is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh
@@ -52,4 +52,4 @@ for field in model.remat=full model.remat=offload training.logprob_chunk=16384 t
   choices+=("$runs/$field.json")
   plan "$field" qwen3_30b_a3b.py v5p:4x4x4 --programs=update --config."$field"
 done
-run .venv/bin/python docs/draw/plan_tables.py "$page" --recipes "${recipes[@]}" --choices "${choices[@]}"
+run .venv/bin/python docs/draw/plan_tables.py "$page" "${page%.md}/cycles.md" --recipes "${recipes[@]}" --choices "${choices[@]}"

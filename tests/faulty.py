@@ -23,13 +23,13 @@ from typing import Any
 
 from gspo_jax.parallel import processes
 from gspo_jax.run.phases import Phases
-from gspo_jax.run.session import Run
+from gspo_jax.run.session import Watch
 
 
 def inject(fault: str) -> None:
     """Make this process suffer `fault`."""
     action, point, number, *process = fault.split(":")
-    enter, update, seen = Phases.enter, Run.update, []
+    enter, update, seen = Phases.enter, Watch.updated, []
     synced = watch_syncs() if action == "power" else {}
 
     def reached(name: str, phases: Phases) -> None:
@@ -55,12 +55,11 @@ def inject(fault: str) -> None:
         enter(self, name)
         reached(name, self)
 
-    def update_and_suffer(self: Run, *given: Any) -> Any:
-        updated = update(self, *given)
-        reached("updated", self.phases)
-        return updated
+    def update_and_suffer(self: Watch, *given: Any) -> None:
+        update(self, *given)
+        reached("updated", self._phases)
 
-    Phases.enter, Run.update = enter_and_suffer, update_and_suffer
+    Phases.enter, Watch.updated = enter_and_suffer, update_and_suffer
 
 
 def set_clock(*, hours: float) -> None:

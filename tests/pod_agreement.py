@@ -1,11 +1,10 @@
-"""One of several processes that have to agree: `python -m tests.pod_agreement [all]`, its index in the environment.
+"""One of several processes that have to agree: `python -m tests.pod_agreement`, its index in the environment.
 
-It checks which prompts it takes and, with `all`, how rows are spread, errors shared, and stops agreed on.
+It checks how rows are spread, errors shared, and stops agreed on, and prints which prompts all take.
 """
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from gspo_jax import cli
-from gspo_jax.data.pipeline import Batches, PromptBatch, prompt_batches
+from gspo_jax.data.pipeline import Batches, prompt_batches
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import StopRequested
 from gspo_jax.parallel import hosts, processes
@@ -22,6 +21,7 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.preemption import Preemption
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.training import checkpoint
+from gspo_jax.types import Prompts
 
 B = 16
 MESHES = [{"data": 8}, {"data": 2, "fsdp": 2, "expert": 2}, {"data": 2, "tensor": 4}, {"tensor": 8}]
@@ -65,10 +65,10 @@ def prompt_ids(mesh: Mesh | None = None) -> list[list[int]]:
     ]
     tokenizer = Tokenizer.load(Path(__file__).parent / "golden" / "adder")
 
-    def open_batches() -> Batches[PromptBatch]:
+    def open_batches() -> Batches[Prompts]:
         return prompt_batches(records, tokenizer, prompts_per_batch=B, max_prompt_length=8, seed=3)
 
-    def ids(batch: PromptBatch) -> list[int]:
+    def ids(batch: Prompts) -> list[int]:
         found = np.array([int(record["id"]) for record in batch.records], np.int32)
         if mesh is None:
             return found.tolist()
@@ -120,11 +120,10 @@ if __name__ == "__main__":
     count = processes.start(heartbeat_s=10, start_s=60)
     cli.simulate_devices(8 // count)
     with processes.guarded(count):
-        for each in MESHES if "all" in sys.argv else ():
+        for each in MESHES:
             check(each)
             hosts._BLOCK = 2**28
-        if "all" in sys.argv:
-            check_votes()
-            check_stop()
+        check_votes()
+        check_stop()
         ids = prompt_ids(mesh_lib.make_mesh(MESHES[0], jax.devices()[::-1]))
         print(f"{jax.process_count()} processes agree on prompts {ids}")

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gspo_jax.reporting.writers import read_metrics
+from gspo_jax.folder.metrics import read_metrics
 from gspo_jax.training.checkpoint import describe, load_newest
 
 ROOT = Path(__file__).parent.parent

@@ -11,14 +11,14 @@ import pytest
 
 from gspo_jax import cli
 from gspo_jax.config import benchmark
+from gspo_jax.config_files import last_given
 from gspo_jax.errors import UserError
-from gspo_jax.reporting.writers import write_config
+from gspo_jax.folder.notes import write_config
+from gspo_jax.folder.storage import RunFolder, check_place
 from gspo_jax.run.resume import check_folder
 from gspo_jax.setup import learning
 from gspo_jax.setup.checks import check, check_elsewhere
 from gspo_jax.setup.same import check_same_run
-from gspo_jax.storage import RunFolder, check_place
-from gspo_jax.train import train
 
 ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "configs/tiny.py")
@@ -128,6 +128,13 @@ def test_warnings_are_lines_like_others():
     assert cli._Plain().format(record) == "warning: 1 of 2 left out"
 
 
+@pytest.mark.parametrize(
+    ("words", "last"), [("--workdir=a -workdir b", "b"), ("--workdir b -workdir=a", "a"), ("--workdirs=a", None)]
+)
+def test_the_last_of_a_repeated_flag_counts(words, last):
+    assert last_given(words.split(), "workdir") == last
+
+
 @pytest.mark.parametrize("name", ["tiny", "gsm8k"])
 def test_a_config_argument_that_does_not_exist(name):
     with pytest.raises(UserError, match=r"takes no argument 'runlokal'; .*runlocal"):
@@ -157,8 +164,8 @@ def test_a_config_argument_that_does_not_exist(name):
         ),
         ({"sampling.filter": "exact_answer"}, "'exact_answer', but sampling.rounds is 1, so that no group is replaced"),
         ({"objective.gspo.low": 2.0}, "low=2.0 lies outside"),
-        ({"optimizer.schedule": "linear"}, "'linear'; use constant or cosine"),
-        ({"model.dtype": "float16"}, "'float16'; use 'float32' or 'bfloat16'"),
+        ({"optimizer.schedule": "linear"}, "optimizer.schedule is 'linear'; use 'constant' or 'cosine'"),
+        ({"model.dtype": "float16"}, "'float16'; use 'bfloat16' or 'float32'"),
         ({"optimizer.learning_rate": 0.0}, "^optimizer.learning_rate is 0.0; use a finite number above 0$"),
         ({"critic.optimizer.learning_rate": -1e-5}, "critic.optimizer.learning_rate is -1e-05; use a finite number"),
         ({"iterations": 0}, "iterations is 0; use 1 to 2147483647"),
@@ -174,18 +181,18 @@ def test_a_config_argument_that_does_not_exist(name):
             "'answer_format', which is not among the config's rewards; use one of exact_answer",
         ),
         ({"mesh.data": 0}, "mesh.data is 0; use 1 to 2147483647, or -1 for the remaining devices"),
-        ({"routing.replay": "r4"}, "routing.replay is 'r4'; use 'none', 'r2', 'r3'"),
+        ({"routing.replay": "r4"}, "routing.replay is 'r4'; use 'none', 'r2' or 'r3'"),
         ({"routing.replay": "r2"}, "'r2', .*set training.old_logprobs to 'recompute', or use 'r3'"),
         ({"routing.balance_weight": -0.1}, "routing.balance_weight is -0.1; use a finite number, 0 or above"),
         ({"routing.z_weight": -1.0}, "routing.z_weight is -1.0; use a finite number, 0 or above"),
-        ({"model.dispatch": "capacity"}, "model.dispatch is 'capacity'; use 'gather', 'ragged_all_to_all'"),
+        ({"model.dispatch": "capacity"}, "model.dispatch is 'capacity'; use 'gather' or 'ragged_all_to_all'"),
         ({"environment.name": "countdown"}, "no environment 'countdown'; did you mean 'countdown_feedback'"),
         ({"environment.turns": 0}, "environment.turns is 0; use 1 to"),
-        ({"sampling.weights_dtype": "int4"}, "weights_dtype is 'int4'; use 'bfloat16', 'int8', or '' for model.dtype"),
-        ({"sampling.cache_dtype": "fp8"}, "sampling.cache_dtype is 'fp8'; use 'int8', or '' for model.dtype"),
+        ({"sampling.weights_dtype": "int4"}, "weights_dtype is 'int4'; use 'bfloat16', 'int8' or '' for model.dtype"),
+        ({"sampling.cache_dtype": "fp8"}, "sampling.cache_dtype is 'fp8'; use 'int8' or '' for model.dtype"),
         (
             {"adapter.rank": 4, "adapter.base_dtype": "int4"},
-            "adapter.base_dtype is 'int4'; use 'float32', 'bfloat16', 'int8'",
+            "adapter.base_dtype is 'int4'; use 'float32', 'bfloat16', 'int8' or '' for model.dtype",
         ),
         (
             {"adapter.rank": 4, "adapter.base_dtype": "int8", "sampling.weights_dtype": "bfloat16"},
@@ -338,15 +345,14 @@ def test_a_run_of_another_version_is_refused(section):
         check_same_run(config, saved, Path("runs/tiny"))
 
 
-def test_a_program_that_trains_gets_the_simulated_devices_that_the_config_has(tmp_path):
+def test_a_program_that_trains_gets_the_simulated_devices_that_the_config_has():
     """As long as jax has not started; then only the number that it has started with."""
     config = cli.load_config(TINY)
     assert len(jax.devices()) == 8
     cli.prepare(config)
     config.cpu_devices = 4
     with pytest.raises(UserError, match=r"cpu_devices is 4, but jax has already started with 8; set it to 8, or start"):
-        train(config, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+        cli.prepare(config)
     program = f"""
 import jax
 from gspo_jax import cli

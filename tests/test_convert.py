@@ -17,12 +17,13 @@ from gspo_jax import convert
 from gspo_jax.config import base
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import UserError
+from gspo_jax.folder.notes import write_config
 from gspo_jax.models import huggingface
-from gspo_jax.reporting.writers import write_config
 from gspo_jax.setup import learning
 from gspo_jax.training.checkpoint import Checkpointer
 from gspo_jax.training.state import new_state
 from gspo_jax.types import Weights
+from tests.tiny import load_model, save_model
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
@@ -59,8 +60,7 @@ def test_there_and_back(tmp_path: pathlib.Path, name: str, capsys: pytest.Captur
 def test_bfloat16_stays_and_is_chosen(tmp_path: pathlib.Path) -> None:
     assert run(f"--from={GOLDEN / 'qwen3'}", f"--to={tmp_path / 'ours'}", "--dtype=bfloat16") == 0
     assert run(f"--from={tmp_path / 'ours'}", f"--to={tmp_path / 'theirs'}") == 0
-    model, config = huggingface.load(GOLDEN / "qwen3")
-    huggingface.save(model, config, tmp_path / "direct", dtype=jnp.bfloat16)
+    save_model(*load_model(GOLDEN / "qwen3"), tmp_path / "direct", dtype=jnp.bfloat16)
     original, found = (load_file(tmp_path / f / "model.safetensors") for f in ("direct", "theirs"))
     assert {str(tensor.dtype) for tensor in found.values()} == {"bfloat16"}
     for key, tensor in original.items():

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from gspo_jax import cli, objectives
+from gspo_jax import cli, config_files, objectives
 from gspo_jax.config import base
 from gspo_jax.errors import UserError
 from gspo_jax.objectives import advantages, catalogue, surrogates
@@ -92,7 +92,7 @@ def train_config(monkeypatch):
 
     def parse(arguments: list[str]) -> ConfigDict:
         monkeypatch.chdir(ROOT)
-        config = cli.read_config(cli.config_words(arguments))
+        config = cli.read_config(config_files.config_words(arguments))
         if config.model.folder:  # a model that a reader has, here one of 512 positions
             config.model.folder = str(ROOT / "tests/golden/qwen3_moe")
             config.data.max_prompt_length = config.sampling.max_response_length = 256
@@ -203,7 +203,7 @@ def test_another_by_hand(another):
 
 
 def test_the_sweep_asks_the_catalogue_for_its_names():
-    get_sweep = cli.sweep_function(str(ROOT / "configs" / "objectives.py"))
+    get_sweep = config_files.sweep_function(str(ROOT / "configs" / "objectives.py"))
     assert get_sweep is not None
     named = [run["objective.name"] for run in get_sweep().runs]
     assert sorted(named) == sorted(catalogue.__all__) and named[0] == "grpo"  # the baseline of the report

@@ -8,7 +8,7 @@ import pytest
 from gspo_jax import cli
 from gspo_jax.errors import UserError
 from gspo_jax.setup.checks import check
-from gspo_jax.sweeping.plan import comparisons
+from gspo_jax.sweeping.grid import comparisons
 
 ROOT = Path(__file__).parents[1]
 PROTOCOL = " ".join((ROOT / "docs" / "evidence" / "protocol.md").read_text(encoding="utf-8").split())

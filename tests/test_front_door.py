@@ -10,11 +10,11 @@ import pytest
 from gspo_jax import cli, commands, completion, fields
 from gspo_jax.config import base
 from gspo_jax.errors import UserError
+from gspo_jax.folder.notes import write_config
 from gspo_jax.parser import make_parser
 from gspo_jax.planning import programs
-from gspo_jax.reporting.panels import PANELS
-from gspo_jax.reporting.writers import write_config
 from gspo_jax.setup.fields import names
+from gspo_jax.studies.panels import PANELS
 from tests.pods import ROOT
 
 

@@ -268,7 +268,8 @@ def test_plans_of_every_recipe_and_choice_become_tables(copy):
     assert all(plan.startswith("-m gspo_jax.plan --config=configs/qwen3_") for plan in plans)
     made = [plan.rpartition("--json=")[2] for plan in plans]
     assert len(set(made)) == 12 and sum("--programs=update --config." in plan for plan in plans) == 5
-    assert tables == f"docs/draw/plan_tables.py b.md --recipes {' '.join(made[:7])} --choices {' '.join(made[7:])}"
+    recipes, choices = (" ".join(part) for part in (made[:7], made[7:]))
+    assert tables == f"docs/draw/plan_tables.py b.md b/cycles.md --recipes {recipes} --choices {choices}"
     done = _bash(copy, 'bash launch/plans.sh "$@"', "--out=b")
     assert done.returncode == 2 and done.stderr.startswith("error: unexpected --out=b; use --runs=")
 
@@ -283,7 +284,7 @@ def test_the_study_runs_its_steps_in_order_and_does_not_repeat_them(copy):
     done = _bash(copy, 'bash launch/evidence.sh "$@"', "cold", "noise", "screen", "--jobs=3")
     assert done.returncode == 0, done.stderr
     made = [call.split()[1] for call in _calls(copy)]
-    noise = ["gspo_jax.noise"] * 9 + ["gspo_jax.noise_figure"] * 2
+    noise = ["gspo_jax.noise"] * 9 + ["gspo_jax.studies.noise_figure"] * 2
     assert made == ["gspo_jax.coldstart"] * 2 + [*noise, "gspo_jax.sweep", "gspo_jax.survival"]
     assert _calls(copy)[-2] == "-m gspo_jax.sweep --config=configs/evidence.py:screen --jobs=3"
     assert all((copy / f"docs/evidence/{page}.md").read_text() == "table" for page in ("drift", "screen"))

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from gspo_jax import cli
-from gspo_jax.reporting.writers import read_config, read_metrics
+from gspo_jax.folder.metrics import read_metrics
+from gspo_jax.folder.notes import read_config
 from gspo_jax.setup import policy
 from gspo_jax.setup.checks import check_elsewhere
-from tests.test_report import _fake
+from tests.studies.test_report import _fake
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))

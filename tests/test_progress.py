@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from gspo_jax import progress
 from gspo_jax.parallel.compilation import watch_compilation
-from gspo_jax.reporting import progress
-from gspo_jax.reporting.progress import Progress, duration, make_table, printable
+from gspo_jax.progress import Progress, duration, make_table, printable
 
 RUN = """
     import time
-    from gspo_jax.reporting.progress import Progress
+    from gspo_jax.progress import Progress
     with Progress(3, label="tiny") as bar:
         for reward in (0.25, 0.5, 0.75):
             bar.phase("sampling")

@@ -14,11 +14,11 @@ import psutil
 import pytest
 from ml_collections import ConfigDict
 
-from gspo_jax import cli, coldstart, exits, sweep
+from gspo_jax import cli, coldstart, config_files, exits, sweep
+from gspo_jax.config import MAY_CHANGE
 from gspo_jax.errors import UserError
-from gspo_jax.reporting.writers import write_config, write_saved
-from gspo_jax.setup.same import MAY_CHANGE
-from gspo_jax.sweeping.plan import Page, Run, comparisons, find_folder, make_plan
+from gspo_jax.folder.notes import SAVED_FILE, note, write_config
+from gspo_jax.sweeping.grid import Page, SweepRun, comparisons, find_folder, make_plan
 from gspo_jax.sweeping.processes import Children, describe, exit_code
 from tests.pods import ROOT, assert_same_bits, rows_of, run_processes, wait_for
 
@@ -115,7 +115,7 @@ def test_finished_runs_are_known_and_grow_and_others_are_refused(tmp_path):
     (page,) = _plan(tmp_path, [TINY], settings)
     first, second = page.runs
     write_config(first.folder, first.config.to_dict(), command="x")
-    write_saved(first.folder, 2)
+    note(first.folder, SAVED_FILE, step=2)
     assert (first.is_done(), first.needs_cold_start()) == (True, False)
     assert (second.is_done(), second.needs_cold_start()) == (False, True)
     (longer,) = _plan(tmp_path, [TINY, "--config.iterations=3"], settings)
@@ -220,7 +220,7 @@ def test_a_file_with_a_wrong_sweep_is_one_sentence(returns, says, tmp_path):
 def test_the_flags_of_a_config_are_found_however_they_are_written():
     argv = ["--sweep", "a=1,2", "--config", "x.py", "-config.a=1", "--jobs=2", "--config.b", "-3", "--noconfig.c"]
     argv += ["--config.d", "--config.e=f g", "--seeds=config"]
-    assert cli.config_words(argv) == [
+    assert config_files.config_words(argv) == [
         *("--config=x.py", "-config.a=1", "--config.b=-3", "--noconfig.c", "--config.d", "--config.e=f g")
     ]
 
@@ -233,7 +233,7 @@ def test_the_commands_of_the_page_are_sweeps(tmp_path, monkeypatch):
         words = shlex.split(line)[3:]
         settings = [words[i + 1] for i, word in enumerate(words) if word == "--sweep"]
         seeds = [word.partition("=")[2] for word in words if word.startswith("--seeds=")]
-        assert len(_names(_plan(tmp_path, cli.config_words(words), settings, *seeds))) in (3, 6, 36, 51)
+        assert len(_names(_plan(tmp_path, config_files.config_words(words), settings, *seeds))) in (3, 6, 36, 51)
 
 
 def test_the_exit_code_says_whether_to_start_again():
@@ -241,7 +241,7 @@ def test_the_exit_code_says_whether_to_start_again():
     assert exit_code([exits.DIVERGED, exits.LATE]) == exit_code([-signal.SIGKILL]) == 1
 
 
-class _Played(Run):
+class _Played(SweepRun):
     """A run whose trainer is a shell command."""
 
     @property
@@ -403,7 +403,11 @@ def test_a_sweep_that_is_stopped_and_killed_ends_with_the_runs_of_an_undisturbed
 @pytest.mark.slow
 def test_what_fails_is_named_and_the_others_go_on(data, tmp_path):
     """A run diverges, and a cold start asks for more devices than there are."""
-    fields = {"model.folder": ROOT / "tests" / "golden" / "adder", "training.max_skipped": 1} | ONE_DEVICE
+    fields = {
+        "model.folder": ROOT / "tests" / "golden" / "adder",
+        "training.max_skipped": 1,
+        "iterations": 1,
+    } | ONE_DEVICE
     code, said = _finish(tmp_path, "--sweep", "optimizer.learning_rate=1e38,1e-4", *_fields(data, **fields))
     assert code == exits.DIVERGED, said
     assert "error: failed: learning_rate=1e38-0 (exit code 5); 1 of 2 runs are finished; see the output above" in said

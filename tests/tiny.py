@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Container, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,12 +14,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from gspo_jax.models import families, tensors, transformer
+from gspo_jax.models import families, huggingface, tensors, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.families import qwen3
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rollout import decoder
+from gspo_jax.rollout.shard import Decoded
 from gspo_jax.training.packing import Packer, tokens_at_full_length
-from gspo_jax.types import Packing, Prompts, Responses, Rollout, RouterRecord, Weights
+from gspo_jax.types import Batch, Packing, Prompts, Responses, Rollout, RouterRecord, Weights
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -116,6 +119,20 @@ def weights(config: ModelConfig = CONFIG) -> Weights:
     return Weights.full(params(config))
 
 
+def load_model(
+    folder: Path, mesh: jax.sharding.Mesh | None = None, *, dtype=jnp.float32, param_dtype=jnp.float32
+) -> tuple[transformer.Transformer, ModelConfig]:
+    """Return a Hugging Face folder's model, which computes in `dtype`, and its config."""
+    config = huggingface.read_config(folder)
+    graph, _ = transformer.abstract(config, dtype=dtype)
+    return nnx.merge(graph, huggingface.load_params(folder, config, mesh, dtype=param_dtype)), config
+
+
+def save_model(model: transformer.Transformer, config: ModelConfig, folder: Path, **options) -> None:
+    """Write a model as a Hugging Face folder."""
+    huggingface.save(nnx.state(model), config, folder, **options)
+
+
 def place(state: nnx.State, mesh: jax.sharding.Mesh, config: ModelConfig = CONFIG) -> nnx.State:
     """Return the parameters sharded in the trainer's layout."""
     return jax.device_put(state, mesh_lib.param_shardings(transformer.abstract(config)[1], mesh))
@@ -162,6 +179,25 @@ def packed(
         if turns is None or packing.turns[-1, 0] == turns:
             return packing
     raise AssertionError(f"no budget gives {turns} micro-batches")
+
+
+def dealt(batch: Batch, packing: Packing) -> Batch:
+    """Return a batch whose arrays are [B, …] in the places of a packing, by NumPy's indexing."""
+
+    def places(x) -> np.ndarray:
+        x, live = np.asarray(x), packing.responses >= 0
+        return np.where(live.reshape(*live.shape, *(1,) * (x.ndim - 1)), x[packing.responses], np.zeros((), x.dtype))
+
+    return dataclasses.replace(jax.tree.map(places, batch), packing=packing)
+
+
+def generate(
+    graph, weights, prompts, keys, *, slots=None, limits=None, prefix=None, sampling, stop, min_ended=1.0, **prefill
+) -> Decoded:
+    """Return the decoder's responses to prompts, in so many slots, all for None."""
+    prefilled = decoder.prefill(graph, weights, prompts, keys, prefix, sampling=sampling, **prefill)
+    options = {"sampling": sampling, "stop": stop, "slots": slots or len(keys), "min_ended": min_ended}
+    return decoder.decode(graph, weights, prefilled, keys, limits, **options)
 
 
 def leaf_errors(a, b) -> float:

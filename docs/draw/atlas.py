@@ -12,6 +12,7 @@ import inspect
 import itertools
 import sys
 import textwrap
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,12 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspo_jax.drawing import GREY, Head, mix, picture
 from gspo_jax.errors import UserError
 from gspo_jax.objectives import Objective, catalogue, make
-from gspo_jax.objectives.surrogates import Batch
+from gspo_jax.objectives.surrogates import TokenBatch
 from gspo_jax.parser import Parser
-from gspo_jax.reporting.drawing import GREY, Head, mix, picture
-from gspo_jax.reporting.looks import Look, looks
+from gspo_jax.studies.looks import Look, looks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,7 +75,7 @@ def gate(objective: Objective, ratios: np.ndarray, *, advantage: float, router_s
 
     def gain(logprobs: jax.Array) -> tuple[jax.Array, Any]:
         result = objective.surrogate(
-            Batch(
+            TokenBatch(
                 logprobs=logprobs,
                 old_logprobs=old,
                 mask=jnp.broadcast_to(True, old.shape),
@@ -245,22 +246,21 @@ def parser() -> Parser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
+    return parser().run(_command, arguments)
+
+
+def _command(given: Namespace) -> None:
+    out = Path(given.out)
+    jax.config.update("jax_platforms", "cpu")  # only a figure is drawn, so don't wait for an accelerator
     try:
-        out = Path(parser().parse_args(arguments).out)
-        jax.config.update("jax_platforms", "cpu")  # only a figure is drawn, so don't wait for an accelerator
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            names = sorted(catalogue.__all__, key=lambda name: getattr(catalogue, name).__code__.co_firstlineno)
-            drawn = {name: evaluate(name) for name in names}  # in their order of definition
-            for file, columns in LAYOUTS.items():
-                draw(out / file, drawn, columns=columns)
-        except OSError as error:
-            raise UserError(f"the atlas cannot be written to {out}: {error.strerror}; choose another --out") from None
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        out.mkdir(parents=True, exist_ok=True)
+        names = sorted(catalogue.__all__, key=lambda name: getattr(catalogue, name).__code__.co_firstlineno)
+        drawn = {name: evaluate(name) for name in names}  # in their order of definition
+        for file, columns in LAYOUTS.items():
+            draw(out / file, drawn, columns=columns)
+    except OSError as error:
+        raise UserError(f"the atlas cannot be written to {out}: {error.strerror}; choose another --out") from None
     print(*(out / name for name in LAYOUTS), sep="\n")
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""The tables of docs/plan.md, written from plans into the page, each between `<!-- table: NAME -->` and `<!-- end -->`.
+"""The tables of docs/plan.md and docs/plan/cycles.md, written from plans into the pages.
 
-    python docs/draw/plan_tables.py docs/plan.md --recipes PLAN PLAN … --choices PLAN …
+Each is between `<!-- table: NAME -->` and `<!-- end -->`, on any of the pages:
+
+    python docs/draw/plan_tables.py docs/plan.md docs/plan/cycles.md --recipes PLAN PLAN … --choices PLAN …
 
 Each PLAN is a file written by `python -m gspo_jax.plan --json=PLAN`. The first recipe is also shown in full.
 `bash launch/plans.sh` makes all plans and then runs this.
@@ -9,6 +11,7 @@ Each PLAN is a file written by `python -m gspo_jax.plan --json=PLAN`. The first 
 import json
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +25,8 @@ from gspo_jax.planning.show import cycles_table, markdown_table
 Plan = Mapping[str, Any]
 PARTS = ("attention", "grouped_matmul", "matmul", "memory", "collectives", "latency")
 """Parts of executed time, in order."""
+BETWEEN = "\0"
+"""Separator of pages that are searched as one."""
 ESTIMATED = ("update", "score", "sample_decode")
 """Programs whose executed times are shown beside the compiler's estimates."""
 
@@ -106,16 +111,16 @@ def choices(plans: Sequence[Plan]) -> list[str]:
 
 
 def replaced(page: str, name: str, lines: Sequence[str]) -> str:
-    """Return a page with the table of this name replaced.
+    """Return pages with the table of this name replaced.
 
     Raises:
-      UserError: the page has no such table.
+      UserError: the pages do not have one such table.
     """
     begin = f"<!-- table: {name} -->"
     table = "\n".join([begin, "", *lines, "", "<!-- end -->"])
     page, count = re.subn(rf"{begin}\n.*?<!-- end -->", lambda _: table, page, flags=re.DOTALL)
     if count != 1:
-        raise UserError(f"the page has {count} tables {name!r}; it needs one {begin} with an <!-- end -->")
+        raise UserError(f"the pages have {count} tables {name!r}; they need one {begin} with an <!-- end -->")
     return page
 
 
@@ -137,30 +142,29 @@ def read(path: str) -> Plan:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = Parser("python docs/draw/plan_tables.py", str(__doc__).partition("\n\n")[0])
-    parser.add_argument("page", metavar="PAGE", help="page with the tables, such as docs/plan.md")
+    parser.add_argument("pages", nargs="+", metavar="PAGE", help="pages with the tables, such as docs/plan.md")
     parser.add_argument("--recipes", nargs="+", metavar="PLAN", required=True, help="plans of recipes, one a line")
     parser.add_argument("--choices", nargs="*", metavar="PLAN", default=[], help="the first with fields changed")
-    try:
-        given = parser.parse_args(arguments)
-        planned, varied = ([read(path) for path in paths] for paths in (given.recipes, given.choices))
-        first = planned[0]
-        tables: dict[str, Callable[[], list[str]]] = {
-            "recipes": partial(recipes, planned),
-            "in full": partial(in_full, first),
-            "parts": partial(parts, first),
-            "choices": partial(choices, [first, *varied]),
-        }
-        for name in ESTIMATED:
-            tables[f"cycles of {name}"] = partial(cycles_table, first["programs"][name]["cycles"])
-        page = Path(given.page)
-        text = page.read_text(encoding="utf-8")
-        for name, lines in tables.items():
-            text = replaced(text, name, lines())
-        page.write_text(text, encoding="utf-8")
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return parser.run(_command, arguments)
+
+
+def _command(given: Namespace) -> None:
+    planned, varied = ([read(path) for path in paths] for paths in (given.recipes, given.choices))
+    first = planned[0]
+    tables: dict[str, Callable[[], list[str]]] = {
+        "recipes": partial(recipes, planned),
+        "in full": partial(in_full, first),
+        "parts": partial(parts, first),
+        "choices": partial(choices, [first, *varied]),
+    }
+    for name in ESTIMATED:
+        tables[f"cycles of {name}"] = partial(cycles_table, first["programs"][name]["cycles"])
+    pages = [Path(page) for page in given.pages]
+    text = BETWEEN.join(page.read_text(encoding="utf-8") for page in pages)
+    for name, lines in tables.items():
+        text = replaced(text, name, lines())
+    for page, new in zip(pages, text.split(BETWEEN), strict=True):
+        page.write_text(new, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,15 +11,16 @@ import dataclasses
 import json
 import math
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspo_jax import foreign
+from gspo_jax.drawing import INK, PALETTE, Head, picture
 from gspo_jax.errors import UserError
 from gspo_jax.parser import Parser
-from gspo_jax.reporting.drawing import INK, PALETTE, Head, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -193,22 +194,20 @@ def parser() -> Parser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
+    return parser().run(_command, arguments)
+
+
+def _command(given: Namespace) -> None:
+    points = sorted((read(Path(path), given.program) for path in given.plans), key=lambda point: point.chips)
+    out = Path(given.out)
     try:
-        given = parser().parse_args(arguments)
-        points = sorted((read(Path(path), given.program) for path in given.plans), key=lambda point: point.chips)
-        out = Path(given.out)
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            for name, columns in LAYOUTS.items():
-                draw(points, out / name, given.program, columns=columns)
-            (out / "scaling.md").write_text(table(points, given.program), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write to {out}: {error.strerror}; choose another --out") from None
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        out.mkdir(parents=True, exist_ok=True)
+        for name, columns in LAYOUTS.items():
+            draw(points, out / name, given.program, columns=columns)
+        (out / "scaling.md").write_text(table(points, given.program), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write to {out}: {error.strerror}; choose another --out") from None
     print(table(points, given.program), end="")
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Tokens that the files of a Hugging Face folder add to `tokenizer.json`, as transformers adds them.
+"""Tokens that a Hugging Face folder adds to `tokenizer.json`, as in transformers.
 
-`tokenizer_config.json` may name more tokens than `tokenizer.json`, in `added_tokens_decoder` and as special tokens;
-older folders have `special_tokens_map.json` and `added_tokens.json` for it. Without them a token such as `<think>`
-would be read as the pieces of its text.
+`tokenizer_config.json` may list more in `added_tokens_decoder` and as special tokens, older folders in
+`special_tokens_map.json` and `added_tokens.json`. Without them, `<think>` would be split into pieces.
 """
 
 from collections.abc import Mapping
@@ -18,14 +17,14 @@ from gspo_jax.models.config_json import read_if_any, token_id
 SETTINGS = "tokenizer_config.json"
 _MAP, _ADDED, _DECODER = "special_tokens_map.json", "added_tokens.json", "added_tokens_decoder"
 _EXTRA = "additional_special_tokens", "extra_special_tokens"
-"""Settings that list special tokens without a role."""
+"""Settings of special tokens without a role."""
 _FLAGS = "special", "lstrip", "rstrip", "single_word", "normalized"
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return `tokenizer_config.json`, empty if there is none, with the special tokens of `special_tokens_map.json`.
+    """Return `tokenizer_config.json` with the special tokens of `special_tokens_map.json`.
 
-    Where both name a token, the former counts if it describes added tokens, as in folders of today, else the latter.
+    In conflicts the former wins if it describes added tokens, as in current folders, else the latter.
     """
     settings, named = (read_if_any(folder / name) for name in (SETTINGS, _MAP))
     first, second = (settings, named) if _DECODER in settings else (named, settings)
@@ -37,10 +36,10 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def add(backend: tokenizers.Tokenizer, folder: Path, settings: Mapping[str, Any]) -> None:
-    """Add the tokens that `tokenizer.json` lacks, or has with other flags.
+    """Add tokens that `tokenizer.json` lacks or has with other flags.
 
     Raises:
-      UserError: a token is malformed, or would have another id than its file says.
+      UserError: a token is malformed, or its id would differ from its file's.
     """
     special = {content for key, value in settings.items() if key.endswith("_token") and (content := text_of(value))}
     extra = [content for key in _EXTRA for value in _listed(settings.get(key)) if (content := text_of(value))]
@@ -60,7 +59,7 @@ def add(backend: tokenizers.Tokenizer, folder: Path, settings: Mapping[str, Any]
 
 
 def text_of(token: Any) -> str | None:
-    """Return a special token's text; older folders store an object with the text as `content`."""
+    """Return a special token's text, in older folders an object's `content`."""
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else None
 
@@ -68,7 +67,6 @@ def text_of(token: Any) -> str | None:
 def _declared(
     folder: Path, settings: Mapping[str, Any], special: set[str]
 ) -> dict[int, tuple[Path, tokenizers.AddedToken]]:
-    """The tokens that files describe by id, with the file of each."""
     file = folder / SETTINGS
     if _DECODER not in settings:  # an older folder
         file = folder / _ADDED
@@ -91,7 +89,6 @@ def _declared(
 
 
 def _check_free(backend: tokenizers.Tokenizer, file: Path, index: int, content: str) -> None:
-    """Raise UserError if an id is another token's."""
     other = backend.id_to_token(index)
     if other not in (None, content):
         raise UserError(_conflict(file, index, content, f"is that of {other!r} in its tokenizer.json"))

@@ -1,7 +1,7 @@
-"""Loads tokenizer.json, which comes with a checkpoint and is not trusted, as a tokenizer of the library `tokenizers`.
+"""Loading of untrusted tokenizer.json files.
 
-Its parts are first tried in a process of their own (growth.py): a pattern can hang, a chain of replacements grow a text
-without bound, and a length in a packed table take all memory, which in Rust ends the process.
+A separate process (growth.py) tries their parts first: a pattern can hang, replacements grow a text without bound, and
+a packed table take all memory, which ends a Rust process.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from gspo_jax.data.growth import PARTS
 from gspo_jax.errors import UserError
 
 MOST_OF_A_TOKEN = 1 << 14
-"""Characters that may become of one token that is decoded; those of known tokenizers have up to a thousand."""
+"""Maximum characters of a decoded token. Known tokenizers reach a thousand."""
 
 _program = limited.Process("gspo_jax.data.growth")
 
 
 def load(path: Path) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a file.
+    """Load a tokenizer file.
 
     Raises:
       UserError: it is malformed, can grow a text without bound, or fails or hangs on a short one.
@@ -53,7 +53,6 @@ def load(path: Path) -> tokenizers.Tokenizer:
 
 @functools.cache
 def _tried(parts: str) -> dict[str, Any]:
-    """Return the answer of growth.py about the parts of a tokenizer."""
     try:
         return _program.ask(json.loads(parts))
     except limited.TooMuch as error:
@@ -62,7 +61,7 @@ def _tried(parts: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def panics_told() -> Iterator[None]:
-    """Raise UserError for a panic of the library, which is no Exception: a pattern that it gives up on, for one."""
+    """Turn a panic of the library, which is no Exception, into UserError."""
     try:
         yield
     except BaseException as error:

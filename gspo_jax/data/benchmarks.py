@@ -1,7 +1,6 @@
-"""Published benchmarks as records: what is asked, and what their answers are judged by.
+"""Published benchmarks as records.
 
-Each is read from a file or folder as it was published, in any format of files.py; nothing is downloaded. rows.py reads
-a file of a user's own.
+Each is read as published, in any format of files.py. Nothing is downloaded.
 """
 
 import base64
@@ -23,19 +22,19 @@ from gspo_jax.data.records import Record, Records
 from gspo_jax.errors import UserError, choices
 
 MOST_BYTES = 1 << 29
-"""Bytes of a problem's hidden tests when they are unpacked; more is refused."""
-_NUMBER = "Think step by step, then write the final answer as a number after ####."
+"""Maximum size of a problem's unpacked tests."""
+NUMBER = "Think step by step, then write the final answer as a number after ####."
 _BOX = "Think step by step, then write the final answer in \\boxed{}."
 _PROGRAM = "Write the program in one block of Python code."
 _LISTED = """
 def _listed(value):
     return [_listed(item) for item in value] if isinstance(value, (list, tuple)) else value
 """
-"""LiveCodeBench's own comparison takes a tuple for a list."""
+"""LiveCodeBench compares tuples as lists."""
 _TEXT = {"UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "STRING", "SHORT_BINSTRING", "BINSTRING"}
-"""Instructions of pickle that hold a text."""
+"""Pickle instructions that hold a text."""
 _SILENT = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}
-"""Instructions beside them: the version, lengths, and that a text may come again."""
+"""Harmless ones: version, lengths and memo."""
 _MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json"),
@@ -46,21 +45,19 @@ _PRELUDE = "".join(
         f"import {', '.join(_MODULES)}\nsys.setrecursionlimit(50000)\n",
     )
 )
-"""What LiveCodeBench's programs find imported; builtins come last, as `pow` is none of math's."""
+"""Imports that LiveCodeBench's programs expect. builtins come last, for their `pow`."""
 
 
 @dataclass(frozen=True)
-class Benchmark:
+class ProblemSet:
     """How a benchmark is read and judged."""
 
     files: tuple[str, ...]
-    """Patterns of the files with its problems, of which a folder has one; or else its test rows."""
+    """Patterns of problem files: the first found counts, or else test rows."""
     record: Callable[[int, dict[str, Any]], Record]
-    """Makes a record of a row, given its number; raises Defect if it is none of the benchmark's."""
+    """Converts a row, given its number, or raises Defect."""
     rewards: tuple[str, ...]
-    """Names of the rewards that score it, the one that decides first."""
-    answers_compare: bool
-    """True if its answers can be compared with each other, so that samples have a majority."""
+    """The deciding reward first."""
 
 
 def _aime24(number: int, row: dict[str, Any]) -> Record:
@@ -75,11 +72,11 @@ def _gsm8k(number: int, row: dict[str, Any]) -> Record:
     if not answer:
         raise Defect("no number after ####")
     question = rows.text_field(row, "question").strip()
-    return {"id": f"gsm8k/test/{number}", "question": question, "answer": answer, "instruction": _NUMBER}
+    return {"id": f"gsm8k/test/{number}", "question": question, "answer": answer, "instruction": NUMBER}
 
 
 def _humaneval(number: int, row: dict[str, Any]) -> Record:
-    """HumanEval: `prompt` begins the function `entry_point`, which `test` checks."""
+    """HumanEval: `prompt` begins the function `entry_point`, checked by `test`."""
     del number
     return {
         "id": rows.text_field(row, "task_id"),
@@ -92,7 +89,7 @@ def _humaneval(number: int, row: dict[str, Any]) -> Record:
 
 
 def _mbpp(number: int, row: dict[str, Any]) -> Record:
-    """MBPP: `text` asks for a function, which `test_list` checks; the prompt shows the tests, as in its paper."""
+    """MBPP: `text` asks for a function, checked by `test_list`. The prompt shows the tests, as in the paper."""
     tests = row.get("test_list")
     if not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):
         raise Defect("test_list is no list of texts")
@@ -109,7 +106,7 @@ def _mbpp(number: int, row: dict[str, Any]) -> Record:
 def _livecodebench(number: int, row: dict[str, Any]) -> Record:
     """LiveCodeBench: programs that read standard input, or methods of a class `Solution`.
 
-    Public and private tests count. Private ones are JSON, or that in base64, zlib and pickle.
+    Private tests are JSON, or that in base64, zlib and pickle.
     """
     del number
     text = functools.partial(rows.text_field, row)
@@ -124,7 +121,6 @@ def _livecodebench(number: int, row: dict[str, Any]) -> Record:
 
 
 def _tests(tests: list[dict[str, str]], row: dict[str, Any]) -> Record:
-    """The fields of a record of LiveCodeBench that rewards read."""
     for name, value in itertools.chain.from_iterable(test.items() for test in tests):
         if not isinstance(value, str):
             raise TypeError(f"{name} is {value!r:.50}, and no text")
@@ -152,7 +148,6 @@ def _text_if_any(row: dict[str, Any], name: str) -> str:
 
 
 def _hidden(packed: str) -> list[dict[str, str]]:
-    """Private tests, as JSON or packed."""
     try:
         return list(json.loads(packed))
     except ValueError:
@@ -168,9 +163,9 @@ def _hidden(packed: str) -> list[dict[str, str]]:
 
 
 def _pickled_text(data: bytes) -> str:
-    """The text that a pickle holds, and nothing else; raises ValueError for any other pickle.
+    """Return the only text in a pickle, or raise ValueError.
 
-    Read instruction by instruction: nothing is built or called, and no memory is taken for what a length claims.
+    Nothing is built or called, and no memory is taken for claimed lengths.
     """
     texts = []
     for operation, argument, _ in pickletools.genops(data):
@@ -184,24 +179,19 @@ def _pickled_text(data: bytes) -> str:
 
 
 BENCHMARKS = {
-    "aime24": Benchmark(
-        ("test.jsonl", "data/train-*.parquet"), _aime24, ("math_verify", "math_verify_flexible"), answers_compare=True
-    ),
-    "gsm8k": Benchmark((), _gsm8k, ("math_verify", "math_verify_flexible"), answers_compare=True),
-    "humaneval": Benchmark(
-        ("HumanEval.jsonl.gz", "HumanEval.jsonl"), _humaneval, ("code_tests",), answers_compare=False
-    ),
-    "mbpp": Benchmark(("test.jsonl", "mbpp.jsonl", "train.jsonl"), _mbpp, ("code_tests",), answers_compare=False),
-    "livecodebench": Benchmark(("test*.jsonl",), _livecodebench, ("code_stdin", "code_tests"), answers_compare=False),
+    "aime24": ProblemSet(("test.jsonl", "data/train-*.parquet"), _aime24, ("math_verify", "math_verify_flexible")),
+    "gsm8k": ProblemSet((), _gsm8k, ("math_verify", "math_verify_flexible")),
+    "humaneval": ProblemSet(("HumanEval.jsonl.gz", "HumanEval.jsonl"), _humaneval, ("code_tests",)),
+    "mbpp": ProblemSet(("test.jsonl", "mbpp.jsonl", "train.jsonl"), _mbpp, ("code_tests",)),
+    "livecodebench": ProblemSet(("test*.jsonl",), _livecodebench, ("code_stdin", "code_tests")),
 }
-"""By name."""
 
 
 def read(name: str, place: str) -> Records:
     """Return the records of a benchmark.
 
     Raises:
-      UserError: it is unknown, or its files are missing or not what was published.
+      UserError: it is unknown, or its files are missing or not as published.
     """
     if name not in BENCHMARKS:
         raise UserError(
@@ -210,20 +200,17 @@ def read(name: str, place: str) -> Records:
     if not place:
         raise UserError(f"--data is missing: the folder or file of {name}, as it was published")
     benchmark, records = BENCHMARKS[name], []
-    for number, (where, row) in enumerate(_rows(place, benchmark.files)):
+    for number, row in enumerate(_rows(place, benchmark.files)):
         try:
-            if isinstance(row, Defect):
-                raise row
-            records.append(benchmark.record(number, row))
+            records.append(benchmark.record(number, row.fields()))
         except Defect as defect:
-            raise UserError(f"{where}: {defect}; download {name} again, as it was published") from defect
+            raise UserError(f"{row.where}: {defect}; download {name} again, as it was published") from defect
     if not records:
         raise UserError(f"{place} has no problems of {name}; download it again")
-    return Records(place, records, convert=lambda _, record: record, where=lambda _: place)
+    return Records(place, records)
 
 
 def _rows(place: str, patterns: Sequence[str]) -> Iterator[files.Row]:
-    """The rows of a file, or of a folder's files of the first pattern that it has, or else of its test split."""
     there = (sorted(Path(place).glob(pattern)) for pattern in patterns)
     for file in next(filter(None, there), [Path(place)]):
         if file != Path(place):

@@ -1,7 +1,7 @@
-"""Render chat templates, which come with a checkpoint and are not trusted.
+"""Rendering of untrusted chat templates.
 
-Every conversation is rendered in a process of its own (templates.py), within limits on time, memory and length. Tools
-and documents are not supported: templates see them as absent.
+A separate process (templates.py) renders them, with limits on time, memory and length. Tools and documents are
+unsupported: templates see them as absent.
 """
 
 import datetime
@@ -24,41 +24,27 @@ TRIALS = (
     [{"role": "system", "content": "Add."}, _ASKED, _ANSWERED, _ASKED],
     [_ASKED, _ANSWERED] * 8,
 )
-"""Conversations that every template is tried with, beside those that tell how it writes a turn."""
+"""Trial conversations for every template."""
 
 _AT_ONCE = 64
-"""Conversations of one question: going to another process and back takes longer than rendering one."""
+"""Conversations per request, as a round trip takes longer than rendering one."""
 
 _program = limited.Process("gspo_jax.data.templates")
 
 
 class Rejected(UserError):
-    """A template does not take a conversation, others it may."""
+    """A conversation rejected by the template, which may take others."""
 
 
 class Template:
-    """A chat template that is told the time `clock`."""
+    """A chat template that sees the time `clock`."""
 
     def __init__(self, source: str, clock: datetime.datetime) -> None:
         self._source, self._digest = source, hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
         self._clock = clock.isoformat()
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """Return the prompt text of a conversation.
-
-        Raises:
-          Rejected: the template rejects the conversation, or fails on it.
-          UserError: the template is invalid, or takes or writes too much.
-        """
-        (text,) = self.render_all([messages], **variables)
-        if isinstance(text, Rejected):
-            raise text
-        return text
-
-    def render_all(
-        self, conversations: Sequence[Sequence[Mapping[str, Any]]], **variables: Any
-    ) -> "list[str | Rejected]":
-        """Return the prompt text of each conversation, or what `render` would raise for it alone.
+    def render(self, conversations: Sequence[Sequence[Mapping[str, Any]]], **variables: Any) -> list[str | Rejected]:
+        """Render conversations as prompt texts, with a Rejected for each that the template rejects or fails on.
 
         Raises:
           UserError: the template is invalid, or takes or writes too much.
@@ -74,11 +60,10 @@ class Template:
         return texts
 
     def _ask(self, question: dict[str, Any]) -> list[dict[str, str]]:
-        """Return the answers of templates.py about conversations."""
         question |= {"template": self._digest, "clock": self._clock}
         try:
             reply = _program.ask(question)
-            if "unknown" in reply:  # sent once: it is longer than most conversations
+            if "unknown" in reply:  # sent once: longer than most conversations
                 reply = _program.ask(question | {"source": self._source})
         except limited.TooMuch as error:
             raise UserError(f"the chat template {error}; {REMEDY}") from None
@@ -88,5 +73,5 @@ class Template:
 
 
 def in_parts(message: Message) -> dict[str, Any]:
-    """Return a turn with its content as a list of one part, as templates of models that also see images take it."""
+    """Wrap a turn's content in a list of one part, as templates of vision models take it."""
     return {**message, "content": [{"type": "text", "text": message["content"]}]}

@@ -1,7 +1,6 @@
-"""Digests of what a run reads, by content: of records field by field, of files and of folders.
+"""Content digests of what a run reads.
 
-They tell a run that goes on, or answers that are there already, whether what they depend on is still the same. They
-guard against mistakes, not against forgery.
+They show resumed runs and existing answers whether inputs have changed. They guard against mistakes, not forgery.
 """
 
 import hashlib
@@ -16,29 +15,28 @@ from gspo_jax import foreign
 
 
 def canonical(value: Any) -> str:
-    """A value as JSON, the same text in every process.
+    """Return a value as JSON text that is the same in every process.
 
-    Keys are sorted. What JSON does not have counts as its `repr`; of an object whose `repr` is its address, only the
-    type counts.
+    Values unknown to JSON count as their `repr`, or as their type if that contains an address.
     """
     try:
         return json.dumps(value, sort_keys=True, default=_plain)
-    except TypeError:  # keys of several types, or that JSON does not have
+    except TypeError:  # mixed keys, or keys unknown to JSON
         return json.dumps(_plain(value))
 
 
 def digest(value: Any) -> str:
-    """Sixteen hexadecimal digits of a value that is the same in every process."""
+    """Return 16 hexadecimal digits, the same in every process."""
     return hashlib.sha256(canonical(value).encode()).hexdigest()[:16]
 
 
 def file_digest(path: Path) -> str:
-    """Digest of a file's bytes, or of the names and bytes of all files in a folder; "" if there is neither.
+    """Digest a file's bytes, or a folder's file names and bytes, "" if there is neither.
 
-    Hidden files and folders, such as `.git`, do not count.
+    Hidden files and folders do not count.
 
     Raises:
-      UserError: a file in the folder is a link out of it.
+      UserError: a file is a link out of the folder.
     """
     if path.is_file():
         with open(path, "rb") as file:
@@ -51,14 +49,14 @@ def file_digest(path: Path) -> str:
 
 
 class FieldDigests:
-    """Digests of a sequence of records, a digest for each field that any of them has."""
+    """Digests of a sequence of records, one per field."""
 
     def __init__(self) -> None:
         self._hashes: dict[str, Any] = {}
         self._count = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Count the next record in."""
+        """Add the next record."""
         for name, value in record.items():
             if name not in self._hashes:
                 self._hashes[name] = hashlib.blake2b(digest_size=8)
@@ -66,12 +64,12 @@ class FieldDigests:
         self._count += 1
 
     def by_field(self) -> dict[str, str]:
-        """The digests of the records so far."""
+        """Return the digests so far."""
         return {name: found.hexdigest() for name, found in sorted(self._hashes.items())}
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The names whose digests differ, or that only one of the two has."""
+    """Return names with different or missing digests."""
     return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
 
 

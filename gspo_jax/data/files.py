@@ -1,7 +1,7 @@
-"""Rows of files as they are: JSON Lines, JSON, CSV, Parquet, a prepared TFDS directory, or a folder of such files.
+"""Rows of files: JSON Lines, JSON, CSV, Parquet, prepared TFDS directories, or folders of such files.
 
-What a row says is for rows.py. A row that cannot be read is a Defect, a file that cannot is a UserError. In every
-format `null` is absent, as is an empty cell of a CSV file, and a byte order mark is no data, wherever a text begins.
+Unreadable rows are Defects, unreadable files UserErrors. `null` and empty CSV cells are absent, and byte order marks
+are dropped wherever a text begins.
 """
 
 import codecs
@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -29,55 +29,60 @@ from gspo_jax.data.written import widen, widen_as, widened
 from gspo_jax.errors import UserError
 
 FORMATS = ".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz"
-"""Ends of the names of files that are read."""
 
 NAMES = "JSON Lines, JSON, CSV or Parquet (.jsonl, .json, .csv, .parquet)"
-"""What they are called in messages."""
+"""For messages."""
 _DEPTH = 3
-"""Folders below the given one that are searched for files."""
+"""Levels of subfolders searched."""
 _SPLITS = {
     "train": {"train", "training"},
     "test": {"test", "testing", "eval", "evaluation"},
     "validation": {"validation", "valid", "val", "dev"},
 }
-"""Words in the names of files and folders that say which split their rows are of."""
+"""Words in names that tell the split."""
 _SHARD = re.compile(r"(?:(?<=[^0-9])|\A)[-_.]?(\d+)(?:-of-(\d+)(?:-[0-9a-f]+)?)?\Z")
-"""End of the name of one of several files, such as `-00000-of-00002`: its number, and how many there are."""
+"""A part's number and the number of parts: `-00000-of-00002`."""
 _SIDECARS = {
     f"{name}.json" for name in ("dataset_dict", "dataset_info", "dataset_infos", "state", "metadata", "config")
 }
-"""Names of files beside rows that say something about them."""
+"""Metadata, not rows."""
 _MARK = "\ufeff"
-"""A byte order mark."""
+"""Byte order mark."""
 
 
 class Defect(Exception):
-    """Raised for a row that cannot be used, with the name that it is counted under."""
+    """A row that cannot be used, with the name it is counted under."""
 
     def __init__(self, name: str, remedy: str = "correct them") -> None:
         super().__init__(name)
         self.remedy = remedy
-        """Remedy for rows that have it, in words that end a sentence."""
+        """Remedy, as the end of a sentence."""
 
 
 class Row(NamedTuple):
-    """A row as it was read: its place for messages, and its fields, or what is wrong with it."""
+    """A row as read, with its place for messages."""
 
     where: str
     content: dict[str, Any] | Defect
 
+    def fields(self) -> dict[str, Any]:
+        """Return the content, or raise its Defect."""
+        if isinstance(self.content, Defect):
+            raise self.content
+        return self.content
+
 
 def read(place: str, split: str, *, alone: bool = False) -> Iterator[Row]:
-    """Yield every row of a file, of all parts of one, or of a split of a folder, in order.
+    """Yield every row of a file, of all its parts, or of a folder's split, in order.
 
     Args:
-      place: a file; a folder; or the name of a file without its number and suffix, `data/train` for
+      place: a file, a folder, or a file's name without part number and suffix: `data/train` for
         `data/train-00000-of-00002.parquet` and the others.
       split: "train" or "test", of a folder.
-      alone: whether a folder has no other split's rows, so that its files need not be named.
+      alone: True if a folder has no other split's rows, so file names need not tell it.
 
     Raises:
-      UserError: there is no such file, it cannot be read, it has another format, or the folder's leads out of it.
+      UserError: the file is missing, unreadable or of another format, or leads out of its folder.
     """
     path = Path(place)
     if path.is_dir() and (path / prepared.INFO_FILE).is_file() and not _has_arrow(path):
@@ -97,7 +102,7 @@ def read(place: str, split: str, *, alone: bool = False) -> Iterator[Row]:
 
 
 def parts(path: Path) -> list[Path]:
-    """The files whose names are `path`, a number and a suffix, in order."""
+    """Return the parts of a file, named without number and suffix."""
     return sorted(file for file in path.parent.glob("*-of-*") if file.name.endswith(FORMATS) and _whole(file) == path)
 
 
@@ -107,7 +112,7 @@ def _read_file(path: Path, *, inside: Path | None) -> Iterator[Row]:
     if not path.name.endswith(FORMATS):
         raise UserError(f"{path} is not a file of {NAMES}; convert it, or give it its suffix")
     try:
-        yield from _READERS[_suffix(path)](path)
+        yield from {".csv": _read_csv, ".parquet": _read_parquet}.get(_suffix(path), _read_json)(path)
     except (OSError, EOFError, zlib.error) as error:
         says = getattr(error, "strerror", None) or error
         raise UserError(f"{path} cannot be read: {says}; restore it") from error
@@ -122,24 +127,23 @@ def _stem(path: Path) -> str:
 
 
 def _part(path: Path) -> tuple[str, str]:
-    """A file's number and how many there are, by its name; "" where that does not say it."""
+    """Return a part's number and the number of parts, "" if unknown."""
     found = _SHARD.search(_stem(path))
     return (found[1], found[2] or "") if found else ("", "")
 
 
 def _whole(path: Path) -> Path:
-    """The name of a file without its number, by which `read` takes all parts, or the file itself if it has none."""
+    """Return a part's name without its number, or the file itself."""
     return path.with_name(_SHARD.sub("", _stem(path))) if _part(path)[1] else path
 
 
 def find(folder: Path, split: str, *, alone: bool = False) -> list[Path]:
-    """The files with the rows of a split, in the order of their numbers.
+    """Return the files with a split's rows, in numeric order.
 
-    Names are those that data sets have on a hub: `train.jsonl`, `data/train-00000-of-00002.parquet`,
-    `main/test-00000-of-00001.parquet`, `default/train/0000.parquet`. Held-out rows, the split "test", may be named
-    validation where nothing is named test. Without any such name, a folder of one file, or of one in several parts, has
-    rows for training, or of any split if it has them `alone`. Of several data sets, the one without a further word in
-    its name counts, in the folder that has them all: `train.jsonl` beside `train_socratic.jsonl`.
+    Names follow data sets on hubs: `train.jsonl`, `data/train-00000-of-00002.parquet`, `default/train/0000.parquet`.
+    Validation files serve as "test" if there are no others. If no name tells a split, a single file, whole or in parts,
+    has rows for training, or for any split if `alone`. Of several data sets, the topmost without further words in its
+    name counts: `train.jsonl`, not `train_socratic.jsonl`.
 
     Raises:
       UserError: there are none, some are missing, or the folder has several data sets.
@@ -161,7 +165,6 @@ def find(folder: Path, split: str, *, alone: bool = False) -> list[Path]:
 
 
 def _complete(place: Path, files: list[Path]) -> list[Path]:
-    """The files of one data set; raises UserError if some are missing, or some of their rows are there twice."""
     seen: dict[tuple[str, str], Path] = {}
     for file in files:
         number, count = _part(file)
@@ -174,7 +177,6 @@ def _complete(place: Path, files: list[Path]) -> list[Path]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """The files of a readable format in a folder and those below, without hidden ones."""
     for place, folders, names in os.walk(folder, followlinks=True):
         depth = len(Path(place).relative_to(folder).parts)
         folders[:] = [name for name in folders if depth < _DEPTH and not name.startswith(".")]
@@ -183,7 +185,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _named(file: Path) -> tuple[str, tuple[str, str]]:
-    """The split that a file's name or one of its folders' says, "" for none; and the rest of both."""
+    """Return the split told by a file's path, "" for none, and the rest of the path."""
     parts = [*file.parts[:-1], _SHARD.sub("", _stem(file))]
     for at in range(len(parts) - 1, -1, -1):
         words = re.split(r"[-._ ]+", parts[at])
@@ -196,12 +198,10 @@ def _named(file: Path) -> tuple[str, tuple[str, str]]:
 
 
 def _numbered(file: Path) -> list[tuple[int, str]]:
-    """A key that sorts the numbers in a name by their value."""
     return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", file.as_posix())]
 
 
 def _has_arrow(folder: Path) -> bool:
-    """Whether a folder was written by `save_to_disk` of the library `datasets`, as one split or several."""
     return any(next(folder.glob(pattern), None) for pattern in ("*.arrow", "*/*.arrow"))
 
 
@@ -217,9 +217,8 @@ def _none_found(folder: Path, split: str, files: list[Path], *, alone: bool) -> 
 
 
 def _several(folder: Path, split: str, sets: list[list[Path]]) -> str:
-    """The sentence about a folder of several data sets, with one of them as `read` takes it."""
     give = _whole(sets[0][0])
-    for above in sets[0][0].relative_to(folder).parents[-2::-1]:  # from the top on, the first that has it alone
+    for above in sets[0][0].relative_to(folder).parents[-2::-1]:  # from the top, the first folder with this set alone
         if not any(file.is_relative_to(folder / above) for files in sets[1:] for file in files):
             give = folder / above
             break
@@ -228,11 +227,7 @@ def _several(folder: Path, split: str, sets: list[list[Path]]) -> str:
 
 
 def _open(path: Path) -> BinaryIO:
-    """A file's bytes, from the first after its byte order marks on.
-
-    Raises:
-      UserError: the mark is that of UTF-16.
-    """
+    """Open a file after its byte order marks, refusing UTF-16."""
     file: Any = gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # noqa: SIM115  the caller closes it
     begun, start = 0, file.read(len(codecs.BOM_UTF8))
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -245,7 +240,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    """The rows of JSON Lines; of an array; or of an object that has them in `data`, where the suffix is .json."""
+    """Read JSON Lines, an array, or in .json an object with rows in `data`."""
     with _open(path) as file:
         begun = file.tell()
         start = file.read(1 << 12).lstrip()
@@ -258,13 +253,12 @@ def _read_json(path: Path) -> Iterator[Row]:
                 return
             file.seek(begun)
         for number, line in enumerate(file, start=1):
-            line = line.removeprefix(codecs.BOM_UTF8)  # of a file that was appended to another
+            line = line.removeprefix(codecs.BOM_UTF8)  # left by joining files
             if line.strip():
                 yield _line(f"{path}, line {number}", line)
 
 
 def _document(path: Path, content: bytes, *, is_array: bool) -> list[Any] | None:
-    """The rows of a file that is one JSON document; None if it is no document but lines."""
     try:
         value = _parse(content)
     except (ValueError, RecursionError) as error:
@@ -287,12 +281,11 @@ def _line(where: str, line: bytes) -> Row:
         return Row(where, Defect("nested too deeply"))
     except json.JSONDecodeError:
         return Row(where, Defect("not JSON"))
-    except ValueError:  # Python refuses to parse numbers of thousands of digits
+    except ValueError:  # Python refuses numbers of thousands of digits
         return Row(where, Defect("number with too many digits"))
 
 
 def _parse(content: bytes) -> Any:
-    """The value of JSON text, with a Defect in place of what JSON does not have."""
     return json.loads(content.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
 
 
@@ -316,7 +309,7 @@ def _row(where: str, value: Any) -> Row:
 
 
 def _read_csv(path: Path) -> Iterator[Row]:
-    """The rows of a table with a header; every cell is a text, and an empty one is absent."""
+    """Read a table with a header. Empty cells are absent."""
     csv.field_size_limit(sys.maxsize)  # the module's own limit is 128 KiB
     with io.TextIOWrapper(_open(path), "utf-8", errors="surrogateescape", newline="") as file:
         lines = csv.reader(file, strict=True)
@@ -338,7 +331,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
             except csv.Error as error:
                 if lines.line_num > begun and "unexpected end" in str(error):
                     raise UserError(f"{path}: a quote of the row at line {begun} is not closed; close it") from error
-                for number in range(begun, lines.line_num + 1):  # a quote that is not closed takes lines with it
+                for number in range(begun, lines.line_num + 1):  # an unclosed quote takes lines with it
                     yield Row(f"{path}, line {number}", Defect("not CSV"))
                 continue
             if cells is None:
@@ -359,7 +352,7 @@ def _cells(names: list[str], cells: list[str]) -> dict[str, Any] | Defect:
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
-    import pyarrow  # starts a thread with memory of its own, which must not come before `cli.reuse_memory`
+    import pyarrow  # starts a thread with its own memory, so only after `cli.reuse_memory`
     import pyarrow.parquet
 
     number = 0
@@ -385,7 +378,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 def _mapped(kind: Any, change: Callable[[Any], Any]) -> Any:
-    """A type of Parquet's with `change` of each type that it is made of."""
+    """Apply `change` to all leaves of a pyarrow type."""
     import pyarrow as pa
     import pyarrow.types as is_
 
@@ -401,11 +394,11 @@ def _mapped(kind: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _without_times(batch: Any) -> Any:
-    """A batch of Parquet's with dates and times as texts, since Python's have neither their range nor resolution."""
+    """Return dates and times as texts: Python's lack their range and resolution."""
     import pyarrow as pa
     import pyarrow.types as is_
 
-    def no_zone(kind: Any) -> Any:  # a text of a time in a zone would need the machine's table of zones
+    def no_zone(kind: Any) -> Any:  # a zone would need the machine's zone table
         return pa.timestamp(kind.unit) if is_.is_timestamp(kind) else kind
 
     def text(kind: Any) -> Any:
@@ -429,21 +422,13 @@ def _read_tfds(folder: str, split: str) -> Iterator[Row]:
             yield Row(records.where(index), Defect("corrupt"))
 
 
-_READERS: dict[str, Callable[[Path], Iterable[Row]]] = {
-    ".jsonl": _read_json,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-}
-
-
 def plain(value: Any) -> Any:
-    """Return a value of any format as JSON has it, without the fields that are null and marks that begin texts.
+    """Convert a value of any format to JSON values, without null fields and leading byte order marks.
 
-    What JSON has not, such as a date, becomes its text. A list keeps its nulls, since its items have places.
+    Others, such as dates, become texts. Lists keep their nulls, as items have places.
 
     Raises:
-      Defect: the value, or one inside it, is one.
+      Defect: the value is one, or has one inside.
     """
     if isinstance(value, Defect):
         raise value

@@ -1,7 +1,7 @@
-"""TFDS builders of the generated tasks: seeded, with disjoint train and test splits.
+"""TFDS builders of generated tasks, with disjoint train and test splits.
 
-The tasks need no download and are easy enough for a model of a hundred thousand parameters. Problems that differ only
-in the order of their numbers count as the same problem, so that no variant of a test problem is in the train split.
+They suit models of a hundred thousand parameters. Problems that differ only in the order of their numbers count as the
+same, so test problems have no variants in training.
 """
 
 import contextlib
@@ -23,69 +23,38 @@ from gspo_jax.data.records import Record
 from gspo_jax.errors import UserError
 
 _MAX_TRIES = 200
-"""Consecutive draws without a new problem after which a difficulty counts as exhausted."""
+"""Repeated draws in a row that mean a difficulty is exhausted."""
 
 
 @dataclasses.dataclass
 class TaskConfig(tfds.core.BuilderConfig):
-    """Options of all tasks. The data set's folder is named after the config's name."""
+    """Options of a task. `name` names the data set's folder."""
 
     difficulty: str = ""
     train_size: int = 0
     test_size: int = 0
     seed: int = 0
-
-
-@dataclasses.dataclass
-class ArithmeticConfig(TaskConfig):
-    """Options of arithmetic; `digits` has one entry per number, its maximum number of digits."""
-
     digits: tuple[int, ...] = ()
-
-
-@dataclasses.dataclass
-class CountdownConfig(TaskConfig):
-    """Options of countdown; numbers are 1..`largest`, and the hidden solution uses only `operators`."""
-
+    """Maximum digits per number."""
     largest: int = 0
+    """Largest number, or term of a function."""
     operators: str = ""
-
-
-@dataclasses.dataclass
-class ExpressionConfig(TaskConfig):
-    """Options of expression; `digits` has one entry per number, its maximum number of digits."""
-
-    digits: tuple[int, ...] = ()
-
-
-@dataclasses.dataclass
-class InductionConfig(TaskConfig):
-    """Options of induction: factors are 2..`largest_factor`, added numbers 1..`largest_term`."""
-
-    largest_factor: int = 0
-    largest_term: int = 0
-
-
-@dataclasses.dataclass
-class MachineConfig(TaskConfig):
-    """Options of machine; a program is run round and round, for `steps` instructions."""
-
+    """Operators of the hidden solution."""
     steps: int = 0
+    """Instructions that a program runs."""
 
 
 class _Generated(tfds.core.GeneratorBasedBuilder):
-    """Base of the builders: draws distinct problems and divides them into splits."""
-
     VERSION = tfds.core.Version("1.0.0")
-    SKIP_REGISTERING = True  # loaded through tasks.load, never by name through tfds.load
+    SKIP_REGISTERING = True  # loaded only through tasks.load
     FIELDS: tuple[str, ...] = ()
-    """Names of the texts in a record."""
+    """Texts in a record."""
     LISTS: tuple[str, ...] = ()
-    """Names of the lists of texts in a record."""
+    """Lists of texts in a record."""
 
     @property
     def options(self) -> Any:
-        """The builder's TaskConfig; unlike TFDS's `builder_config` never None."""
+        """`builder_config`, but never None."""
         return self.builder_config
 
     def _info(self) -> tfds.core.DatasetInfo:
@@ -96,11 +65,11 @@ class _Generated(tfds.core.GeneratorBasedBuilder):
                 {field: tfds.features.Text() for field in self.FIELDS}
                 | {field: tfds.features.Sequence(tfds.features.Text()) for field in self.LISTS}
             ),
-            disable_shuffling=True,  # already in random order; keys stay the records' indices
+            disable_shuffling=True,  # already random, and keys stay record indices
         )
 
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
-        del dl_manager  # nothing to download
+        del dl_manager
         config = self.options
         problems = self._distinct_problems()
         return {
@@ -133,21 +102,21 @@ class _Generated(tfds.core.GeneratorBasedBuilder):
         return problems
 
     def draw(self, rng: random.Random) -> tuple[Hashable, Record]:
-        """Draw (key, problem); problems that differ only in the order of their numbers have equal keys."""
+        """Draw (key, problem). Reordered numbers have equal keys."""
         raise NotImplementedError
 
 
 class Arithmetic(_Generated):
-    """Sums and differences such as `47+28=?`, worked digit by digit (two numbers) or by partial sums (three numbers).
+    """Sums and differences such as `47+28=?`, worked by digits or, with three numbers, by partial sums.
 
     No intermediate result is negative.
     """
 
     BUILDER_CONFIGS = [  # noqa: RUF012 - TFDS's own declaration
-        ArithmeticConfig(name="easy", difficulty="easy", train_size=1280, test_size=128, digits=(2, 1)),
-        ArithmeticConfig(name="medium", difficulty="medium", train_size=4096, test_size=512, digits=(2, 2)),
-        ArithmeticConfig(name="hard", difficulty="hard", train_size=8192, test_size=512, digits=(2, 2, 2)),
-        ArithmeticConfig(name="long", difficulty="long", train_size=8192, test_size=512, digits=(3, 3)),
+        TaskConfig(name="easy", difficulty="easy", train_size=1280, test_size=128, digits=(2, 1)),
+        TaskConfig(name="medium", difficulty="medium", train_size=4096, test_size=512, digits=(2, 2)),
+        TaskConfig(name="hard", difficulty="hard", train_size=8192, test_size=512, digits=(2, 2, 2)),
+        TaskConfig(name="long", difficulty="long", train_size=8192, test_size=512, digits=(3, 3)),
     ]
     FIELDS = ("id", "question", "answer", "worked")
 
@@ -167,12 +136,12 @@ class Arithmetic(_Generated):
 
 
 class Countdown(_Generated):
-    """Reach a target from three numbers, each used once, with + - *: `22 from 3 5 7:` is solved by `3*5+7`."""
+    """Targets from three numbers, each used once, with + - *: `22 from 3 5 7:` is solved by `3*5+7`."""
 
     BUILDER_CONFIGS = [  # noqa: RUF012 - TFDS's own declaration
-        CountdownConfig(name="easy", difficulty="easy", train_size=768, test_size=128, largest=12, operators="+-"),
-        CountdownConfig(name="medium", difficulty="medium", train_size=1024, test_size=128, largest=9, operators="+-*"),
-        CountdownConfig(name="hard", difficulty="hard", train_size=4096, test_size=512, largest=19, operators="+-*"),
+        TaskConfig(name="easy", difficulty="easy", train_size=768, test_size=128, largest=12, operators="+-"),
+        TaskConfig(name="medium", difficulty="medium", train_size=1024, test_size=128, largest=9, operators="+-*"),
+        TaskConfig(name="hard", difficulty="hard", train_size=4096, test_size=512, largest=19, operators="+-*"),
     ]
     FIELDS = ("id", "question", "answer", "worked", "numbers", "target")
 
@@ -185,7 +154,7 @@ class Countdown(_Generated):
             target = _apply(middle, second, c)
             if middle > 0 and 0 < target < 100:
                 break
-        # Only a sum or difference that is then multiplied needs brackets; anything else evaluates left to right.
+        # Only a sum or difference that is multiplied needs brackets.
         inner = f"({a}{first}{b})" if second == "*" and first != "*" else f"{a}{first}{b}"
         expression = f"{inner}{second}{c}"
         given = [a, b, c]
@@ -201,14 +170,14 @@ class Countdown(_Generated):
 
 
 class Expression(_Generated):
-    """Values of expressions such as `(317-48)*26=?`, beyond mental arithmetic; worked by a Python program.
+    """Values of expressions such as `(317-48)*26=?`, worked by a Python program.
 
-    The worked answer is the program in a code block, then what the environment `python` replies to it.
+    The worked answer is a code block, then the reply of the environment `python`.
     """
 
     BUILDER_CONFIGS = [  # noqa: RUF012 - TFDS's own declaration
-        ExpressionConfig(name="medium", difficulty="medium", train_size=4096, test_size=512, digits=(2, 2, 2)),
-        ExpressionConfig(name="hard", difficulty="hard", train_size=8192, test_size=512, digits=(3, 3, 2)),
+        TaskConfig(name="medium", difficulty="medium", train_size=4096, test_size=512, digits=(2, 2, 2)),
+        TaskConfig(name="hard", difficulty="hard", train_size=8192, test_size=512, digits=(3, 3, 2)),
     ]
     FIELDS = ("id", "question", "answer", "worked")
 
@@ -225,31 +194,26 @@ class Expression(_Generated):
 class Induction(_Generated):
     """Programs from examples: `f(3)=13 f(4)=16 f>=7:` is solved by `def f(x): return max(7,3*x+4)`.
 
-    The function is linear, and bounded from below, from above or not at all. The worked answer derives it in a comment,
-    `# 16-13=3 3*3=9 13-9=4 ####`, so that the whole of it is the program. `test_list` has four asserts at other
-    arguments, one of which a bound decides. Held-out problems have other examples; their functions may have been seen.
+    The function is linear, with at most one bound. The worked answer derives it in a comment,
+    `# 16-13=3 3*3=9 13-9=4 ####`, so all of it is the program. `test_list` has four asserts at other arguments, one
+    decided by a bound. Held-out problems have other examples, perhaps of functions seen in training.
     """
 
     BUILDER_CONFIGS = [  # noqa: RUF012 - TFDS's own declaration
-        InductionConfig(
-            name="easy", difficulty="easy", train_size=6144, test_size=256, largest_factor=9, largest_term=49
-        ),
-        InductionConfig(
-            name="medium", difficulty="medium", train_size=8192, test_size=512, largest_factor=9, largest_term=99
-        ),
+        TaskConfig(name="easy", difficulty="easy", train_size=6144, test_size=256, largest=49),
+        TaskConfig(name="medium", difficulty="medium", train_size=8192, test_size=512, largest=99),
     ]
     FIELDS = ("id", "question", "answer", "worked")
     LISTS = ("test_list",)
 
     def draw(self, rng: random.Random) -> tuple[Hashable, Record]:
-        config = self.options
-        factor, term = rng.randint(2, config.largest_factor), rng.randint(1, config.largest_term)
+        factor, term = rng.randint(2, 9), rng.randint(1, self.options.largest)
         at, kind = rng.randint(2, 9), rng.choice(("", "max", "min"))
         first, second = factor * at + term, factor * (at + 1) + term
         asked = sorted([*rng.sample(range(at), 2), *rng.sample(range(at + 2, 21), 2)])
         values = [factor * x + term for x in asked]
         body, question = f"{factor}*x+{term}", f"f({at})={first} f({at + 1})={second}"
-        if kind:  # the bound is reached beyond the examples, and decides the assert farthest from them
+        if kind:  # the bound lies beyond the examples and decides the assert farthest from them
             function, bound, mark = (max, values[1], ">") if kind == "max" else (min, values[2], "<")
             values = [function(bound, value) for value in values]
             body, question = f"{kind}({bound},{body})", f"{question} f{mark}={bound}"
@@ -264,17 +228,16 @@ class Induction(_Generated):
 
 
 class Machine(_Generated):
-    """Last state of a loop on three registers, worked step by step: `371: a+ c* b-` goes by `a+ 471 c* 472 b- 462`.
+    """Final state of a loop on three registers, worked step by step: `371: a+ c* b-` goes by `a+ 471 c* 472 b- 462`.
 
-    A program has three instructions. A register holds a digit; `+` adds one to it, `-` takes one away, and `*` doubles
-    it, mod 10. The program begins again when it is through. Every step of the worked answer follows from the one before
-    and the program, and a wrong one spoils the rest.
+    A loop has three instructions. A register holds a digit: `+` adds one, `-` subtracts one and `*` doubles it, mod 10.
+    One wrong step spoils the rest.
     """
 
     BUILDER_CONFIGS = [  # noqa: RUF012 - TFDS's own declaration
-        MachineConfig(name="easy", difficulty="easy", train_size=8192, test_size=256, steps=8),
-        MachineConfig(name="medium", difficulty="medium", train_size=8192, test_size=256, steps=16),
-        MachineConfig(name="hard", difficulty="hard", train_size=8192, test_size=256, steps=32),
+        TaskConfig(name="easy", difficulty="easy", train_size=8192, test_size=256, steps=8),
+        TaskConfig(name="medium", difficulty="medium", train_size=8192, test_size=256, steps=16),
+        TaskConfig(name="hard", difficulty="hard", train_size=8192, test_size=256, steps=32),
     ]
     FIELDS = ("id", "question", "answer", "worked")
 
@@ -292,14 +255,7 @@ class Machine(_Generated):
         return question, {"question": question, "answer": state, "worked": f"{' '.join(worked)} #### {state}"}
 
 
-BUILDERS: dict[str, type[_Generated]] = {
-    "arithmetic": Arithmetic,
-    "countdown": Countdown,
-    "expression": Expression,
-    "induction": Induction,
-    "machine": Machine,
-}
-"""Builders of the generated tasks, by name."""
+BUILDERS = {builder.name: builder for builder in (Arithmetic, Countdown, Expression, Induction, Machine)}
 
 
 def prepare(
@@ -311,10 +267,12 @@ def prepare(
     train_size: int | None = None,
     test_size: int | None = None,
 ) -> tfds.core.DatasetBuilder:
-    """Return the builder of a data set under `data_dir`, building the data set first if it is missing.
+    """Return a data set's builder, building the data set first if it is missing.
 
-    A lock file beside the data makes concurrent processes wait; a build removes what a killed one has left. Raises
-    UserError for an unknown difficulty, or if the task does not have enough distinct problems.
+    A lock file makes concurrent processes wait. Leftovers of killed builds are removed.
+
+    Raises:
+      UserError: an argument is invalid, or the task has too few distinct problems.
     """
     if data_dir is not None and "://" in data_dir:
         raise UserError(
@@ -323,24 +281,23 @@ def prepare(
     config = _config(BUILDERS[task], difficulty=difficulty, seed=seed, train_size=train_size, test_size=test_size)
     builder = _open(task, config, data_dir)
     folder = Path(builder.data_dir)
-    if folder.exists():  # complete: TFDS renames it into place at the end
+    if folder.exists():  # TFDS renames it into place once complete
         return builder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.parent / ".lock"):
-        for left in folder.parent.glob(f"incomplete.*_{folder.name}"):  # of a dead process: a live one holds the lock
+        for left in folder.parent.glob(f"incomplete.*_{folder.name}"):  # a live build holds the lock
             shutil.rmtree(left)
             logging.info("removed %s, left by a build that was killed", left)
-        # Silences TFDS's progress bars and its printed download notice: this takes a second and downloads nothing.
+        # Silent: this takes a second and downloads nothing.
         tfds.disable_progress_bar()
         with contextlib.redirect_stdout(io.StringIO()):
-            builder.download_and_prepare()  # does nothing if another process has built it meanwhile
+            builder.download_and_prepare()  # does nothing if another process built it
         logging.info("built %s in %s", task, folder)
-    # A fresh builder, since the first one has not read what another process may have written.
+    # A fresh builder reads what another process may have written.
     return _open(task, config, data_dir)
 
 
 def _open(task: str, config: TaskConfig, data_dir: str | None) -> tfds.core.DatasetBuilder:
-    """Return the builder of a data set; raises UserError if its dataset_info.json is damaged."""
     try:
         return BUILDERS[task](data_dir=data_dir, config=config, file_format="array_record")
     except (json_format.ParseError, RecursionError) as error:
@@ -353,7 +310,7 @@ def _open(task: str, config: TaskConfig, data_dir: str | None) -> tfds.core.Data
 def _config(
     cls: type[_Generated], *, difficulty: str, seed: int, train_size: int | None, test_size: int | None
 ) -> TaskConfig:
-    """Return the config of a difficulty, or a copy under a name of its own if a size or the seed differs."""
+    """Return a difficulty's config, renamed if a size or the seed differs."""
     named: dict[str, Any] = {config.name: config for config in cls.BUILDER_CONFIGS}
     if difficulty not in named:
         raise UserError(f"unknown difficulty {difficulty!r}; use one of {', '.join(named)}")
@@ -375,7 +332,6 @@ def _config(
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path`; the kernel releases it if the process dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -395,7 +351,7 @@ def _digit_steps(numbers: list[int], sign: int) -> list[str]:
     steps, carry = [], 0
     for place in range(len(str(max(numbers)))):
         x, y = (number // 10**place % 10 for number in numbers)
-        # A column that is too small borrows ten, written before its digit; the next column gives it back.
+        # Borrow ten, written before the digit. The next column gives it back.
         borrow = int(sign < 0 and x < y + carry)
         x += 10 * borrow
         value = x + sign * (y + carry)

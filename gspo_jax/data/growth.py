@@ -1,7 +1,7 @@
-"""How far a tokenizer grows a text, and whether it comes to an end: a program, `python -m gspo_jax.data.growth`.
+"""Bounds on how far a tokenizer grows a text: a program, `python -m gspo_jax.data.growth`, used by backend.py.
 
-A chain of forty replacements of `a` by `aa` makes 2^40 characters of one: how far the parts of a tokenizer.json can go,
-they say. Their patterns backtrack, and are tried on a few texts; backend.py asks. No jax or flax here.
+A chain of forty replacements of `a` by `aa` makes 2^40 characters of one. Growth is bounded from the parts of
+tokenizer.json. Their patterns, which backtrack, are tried on a few texts. No jax or flax here, to start quickly.
 """
 
 import base64
@@ -17,22 +17,21 @@ import tokenizers
 from gspo_jax import limited
 
 PARTS = "normalizer", "pre_tokenizer", "post_processor", "decoder"
-"""Parts of a tokenizer.json that are looked at."""
 MOST_OF_ONE = 1 << 12
-"""Characters that may become of one in a text that is encoded; of known tokenizers, a hundred might."""
+"""Maximum characters from one when encoding. Known tokenizers reach a hundred."""
 _BYTE_LEVEL = 8
-"""Size of what a character becomes byte by byte: of each of up to four, a letter that may have an accent."""
+"""Growth by bytes: up to four, each a letter that may have an accent."""
 _RUNS = "a", "A", "1", " ", "\n", "-", "é", "日", "ab ", "A1_", ". ", "\r\n\t", "</s>", "'s "
 _TEXTS = [run * (1200 // len(run)) + string.printable for run in _RUNS]
-"""Texts that the parts are tried with: long ones, in which whatever character a pattern looks for comes late."""
+"""Long trial texts: the characters that a pattern looks for come late."""
 
 
 def answer(parts: dict[str, Any]) -> dict[str, Any]:
     """Try the parts of a tokenizer.
 
     Returns:
-      `decoded`: times by which its decoder can grow the text of a token; or what is `wrong`, in words that go on behind
-      the tokenizer.
+      `decoded`, the factor by which its decoder can grow a token's text, or `wrong`, an error to follow the file's
+      name.
     """
     model = {"type": "WordLevel", "vocab": {"": 0}, "unk_token": ""}
     described = {"version": "1.0", "added_tokens": [], "model": model} | parts
@@ -55,12 +54,11 @@ def answer(parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _growth_of(*parts: Any) -> float:
-    """Times by which parts can grow a text, one after the other, as the library has read them."""
     return math.prod(_growth(json.loads(part.__getstate__())) for part in parts if part is not None)
 
 
 def _growth(part: Mapping[str, Any]) -> float:
-    """Times by which a part can grow a text: a bound, of sizes (`_size`), that no Unicode form changes."""
+    """Return a bound on a part's growth of a text, in `_size`."""
     match part["type"]:
         case "Sequence":
             (inner,) = (value for value in part.values() if isinstance(value, list))
@@ -80,7 +78,7 @@ def _growth(part: Mapping[str, Any]) -> float:
             return _BYTE_LEVEL * (2 if part.get("add_prefix_space") else 1)
         case "Metaspace":
             return 2 * _size(part["replacement"])
-        case "BPEDecoder" | "CTC" | "WordPiece":  # a space behind each character
+        case "BPEDecoder" | "CTC" | "WordPiece":  # a space after each character
             return 2
         case "TemplateProcessing":
             once, pair = (sum("Sequence" in piece for piece in part[name]) for name in ("single", "pair"))
@@ -89,12 +87,12 @@ def _growth(part: Mapping[str, Any]) -> float:
 
 
 def _size(text: str) -> int:
-    """Characters of a text in the longest of its Unicode forms."""
+    """Return the length of the longest Unicode form."""
     return len(unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).lower()))
 
 
 def _longest_of_map(packed: str) -> int:
-    """Size of the longest text that SentencePiece's map of characters writes: behind a trie, each ends with a NUL."""
+    """Return the longest output of SentencePiece's character map: NUL-terminated texts after a trie."""
     data = base64.b64decode(packed)
     texts = data[4 + int.from_bytes(data[:4], "little") :].decode("utf-8", "replace").split("\0")
     return max(map(_size, texts))

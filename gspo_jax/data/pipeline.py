@@ -1,9 +1,8 @@
-"""Turn records into batches of token ids, with Grain, on threads, resumable at any batch.
+"""Batches of token ids from records, resumable at any batch.
 
-All prompts are tokenised once before the first batch, and those that do not fit are left out; no prompt is ever cut.
-Batches depend on the seed alone, from which every epoch of every part of the records has an order of its own. With
-several processes, each reads every batch whole: prompts are small, and groups of responses may move to other processes
-later.
+All prompts are tokenised once before the first batch. Those that do not fit are left out, never cut. The order depends
+on the seed alone and differs in every epoch of every part. Every process reads whole batches: prompts are small, and
+groups of responses may move between processes later.
 """
 
 import collections
@@ -12,7 +11,7 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import grain
@@ -28,57 +27,44 @@ from gspo_jax.errors import UserError
 from gspo_jax.types import Prompts
 
 Defects = Callable[[Record], str]
-"""Returns what makes a record unusable, in words under which it is counted; "" if nothing does."""
+"""Record -> its defect, "" if usable."""
 _SCAN_CHUNK = 1024
-"""Records tokenised at a time while scanning for usable ones."""
+"""Records tokenised at a time by the scan."""
+_MAX_CORRUPT = 10
+"""Unreadable records to leave out before giving up."""
 _TOKENS = "prompt as tokens"
-"""What the tokens that the model sees are called among the fields of a record."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptBatch:
-    """A batch of prompts to sample responses to."""
-
-    prompts: Prompts
-    """Token ids, NumPy int32, right padded to max_prompt_length; and lengths."""
-    texts: list[str]
-    """The prompts as text, as passed to reward functions."""
-    records: list[Record]
-    valid: Bool[np.ndarray, " P"]
-    """False on rows that pad the last batch of an evaluation."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkedBatch:
-    """A batch of demonstrations, prompts with a worked response each, for the supervised cold start."""
+    """Demonstrations for the supervised cold start."""
 
     prompts: Int[np.ndarray, "B S"]
     prompt_lengths: Int[np.ndarray, " B"]
     tokens: Int[np.ndarray, "B T"]
-    """Token ids of the worked responses, EOS included, right padded."""
+    """Right padded, EOS included."""
     mask: Bool[np.ndarray, "B T"]
-    """True on the responses, EOS included."""
+    """True on responses, EOS included."""
 
 
-_Batch = TypeVar("_Batch", PromptBatch, WorkedBatch)
+_Batch = TypeVar("_Batch", Prompts, WorkedBatch)
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptStyle:
-    """The beginning that all prompts share."""
+    """Shared beginning of all prompts."""
 
     system: str = ""
-    """System prompt of conversations without one; "": none."""
+    """System prompt for conversations without their own."""
     shots: tuple[Message, ...] = ()
-    """Turns of worked examples, between the system prompt and the record's own turns."""
+    """Worked examples, after the system prompt."""
 
 
 PLAIN = PromptStyle()
-"""Prompts begin with their own first turn."""
 
 
 def conversation(record: Record, style: PromptStyle) -> list[Message]:
-    """Return the turns of a record's prompt; its instruction ends the last user turn, after a line break."""
+    """Return a prompt's turns, with the instruction on a new line of the last user turn."""
     turns: list[Message] = list(record.get("messages") or [{"role": "user", "content": record["question"]}])
     head: list[Message] = []
     if turns[0]["role"] == "system":
@@ -94,13 +80,12 @@ def conversation(record: Record, style: PromptStyle) -> list[Message]:
 def prompt_text(record: Record, tokenizer: Tokenizer, style: PromptStyle = PLAIN) -> str:
     """Return the text that a response continues: the conversation under the chat template.
 
-    Special tokens in what is said are guarded (`Tokenizer.guard`), but for those of a VERBATIM question.
+    Special tokens are guarded (`Tokenizer.guard`), except in a VERBATIM question.
     """
     return tokenizer.chat(_guarded(record, tokenizer, style))
 
 
 def _guarded(record: Record, tokenizer: Tokenizer, style: PromptStyle) -> list[Message]:
-    """The turns of a record's prompt, with special tokens guarded."""
     turns = conversation(record, style)
     own = turns.pop() if record.get(VERBATIM) else None
     guarded = [guard(turn, tokenizer) for turn in turns]
@@ -108,14 +93,14 @@ def _guarded(record: Record, tokenizer: Tokenizer, style: PromptStyle) -> list[M
 
 
 def guard(turn: Message, tokenizer: Tokenizer) -> Message:
-    """Return a turn with the special tokens in what it says guarded."""
+    """Guard the special tokens in a turn."""
     return {name: said if name == "role" else tokenizer.guard(said, turn["role"]) for name, said in turn.items()}
 
 
 class Batches(Generic[_Batch]):
-    """An endless iterator over batches whose position can be saved and restored.
+    """Endless batches with a position to save and restore.
 
-    `usable` is the number of records in use, `skipped` the number left out, and `skipped_by` counts them by reason.
+    `usable` and `skipped` count records in use and left out, `skipped_by` the latter by reason.
     """
 
     def __init__(
@@ -139,14 +124,14 @@ class Batches(Generic[_Batch]):
         return next(self._iterator)
 
     def get_state(self) -> str:
-        """Return the position as JSON for `set_state`: the next batch, the settings and the digests of the data."""
+        """Return the position, settings and data digests as JSON for `set_state`."""
         state = {"grain": self._iterator.get_state(), "settings": self._settings, "content": self._content}
         return json.dumps(state)
 
     def check_state(self, state: str) -> None:
-        """Raise a UserError if a position was saved with other data, seed or batch size.
+        """Raise UserError if a position was saved with other data, seed or batch size.
 
-        The data are the records in use: the tokens of their prompts, and every field that a reward can read.
+        Data are the prompt tokens and all fields of the records in use.
         """
         saved = json.loads(state)
         for name, value in self._settings.items():
@@ -162,18 +147,18 @@ class Batches(Generic[_Batch]):
             )
 
     def set_state(self, state: str) -> None:
-        """Continue from a saved position; raises as `check_state`."""
+        """Continue from a saved position, after `check_state`."""
         self.check_state(state)
         self._iterator.set_state(json.loads(state)["grain"])
 
 
 class EvalBatches:
-    """Batches of every usable prompt once, in order; re-iterable. `usable`, `skipped`, `skipped_by` as in `Batches`.
+    """Re-iterable batches of every usable prompt once, in order, with the counts of `Batches`.
 
-    `content` has the digests of the records in use: of the tokens of their prompts, and of each field.
+    `content` has digests of the prompt tokens and of each field.
     """
 
-    def __init__(self, usable: "_UsableRecords", make: Callable[[list[int]], PromptBatch], *, rows: int) -> None:
+    def __init__(self, usable: "_UsableRecords", make: Callable[[list[int]], Prompts], *, rows: int) -> None:
         self._usable, self._make, self._rows = usable, make, rows
         self.content = usable.content
         self.usable = len(usable.indices)
@@ -183,7 +168,7 @@ class EvalBatches:
     def __len__(self) -> int:
         return -(-self.usable // self._rows)
 
-    def __iter__(self) -> Iterator[PromptBatch]:
+    def __iter__(self) -> Iterator[Prompts]:
         for start in range(0, len(self) * self._rows, self._rows):
             places = np.arange(start, start + self._rows)
             indices = self._usable.indices[np.minimum(places, self.usable - 1)]  # the last prompt pads the last batch
@@ -198,38 +183,27 @@ def prompt_batches(
     prompts_per_batch: int,
     max_prompt_length: int,
     seed: int,
-    shuffle: bool = True,
-    max_corrupt: int = 10,
     style: PromptStyle = PLAIN,
     defect: Defects = lambda record: "",
-) -> Batches[PromptBatch]:
+) -> Batches[Prompts]:
     """Return endless batches of training prompts, reshuffled every epoch.
 
-    Prompts that are empty, too long, rejected by the chat template, or contain a token outside the vocabulary are left
-    out, counted, and reported in one warning, and so are records with a `defect`. Repeated questions, and a batch
-    larger than the data, are used as they are after a warning. Several parts of the records are mixed by weight, each
-    reshuffled every epoch of its own.
+    Records with a `defect` and prompts that are empty, too long, rejected by the chat template or outside the
+    vocabulary are left out and reported in one warning. Repeated questions and batches larger than the data only cause
+    a warning. Parts are mixed by weight, each with its own epochs.
 
     Args:
-      source: records, as returned by `tasks.load`.
       prompts_per_batch: P.
       max_prompt_length: S, in tokens.
-      seed: seed of the order.
-      shuffle: False keeps the order of the records.
-      max_corrupt: unreadable records to leave out before giving up.
-      style: what every prompt begins with.
-      defect: tells what else makes a record unusable.
+      defect: further reason to leave out a record.
 
     Raises:
       UserError: no prompt is usable, or too many records are corrupt.
     """
-    usable = _scan_prompts(source, tokenizer, max_prompt_length, max_corrupt, style, defect)
-
-    def make(indices: list[int]) -> PromptBatch:
-        return _prompt_batch(source, indices, tokenizer, max_prompt_length, style)
-
-    indices = _index_batches(usable, prompts_per_batch, seed=seed, shuffle=shuffle)
-    return Batches(indices.map(make), usable, {"seed": seed, "shuffle": int(shuffle), "batch size": prompts_per_batch})
+    usable = _scan(source, tokenizer, max_prompt_length, style, functools.partial(_defective, defect))
+    make = functools.partial(_prompt_batch, source, tokenizer, max_prompt_length, style)
+    indices = _index_batches(usable, prompts_per_batch, seed=seed)
+    return Batches(indices.map(make), usable, {"seed": seed, "batch size": prompts_per_batch})
 
 
 def eval_batches(
@@ -238,19 +212,15 @@ def eval_batches(
     *,
     prompts_per_batch: int,
     max_prompt_length: int,
-    max_corrupt: int = 10,
     style: PromptStyle = PLAIN,
     defect: Defects = lambda record: "",
 ) -> EvalBatches:
-    """Return batches of every prompt once, in order, for evaluation; arguments and errors as in `prompt_batches`.
+    """Return batches of every prompt once, in order, otherwise as in `prompt_batches`.
 
-    All batches have the same shape; rows that pad the last one have `valid` False.
+    Rows that pad the last batch have `valid` False.
     """
-    usable = _scan_prompts(source, tokenizer, max_prompt_length, max_corrupt, style, defect)
-
-    def make(indices: list[int]) -> PromptBatch:
-        return _prompt_batch(source, indices, tokenizer, max_prompt_length, style)
-
+    usable = _scan(source, tokenizer, max_prompt_length, style, functools.partial(_defective, defect))
+    make = functools.partial(_prompt_batch, source, tokenizer, max_prompt_length, style)
     return EvalBatches(usable, make, rows=prompts_per_batch)
 
 
@@ -262,33 +232,23 @@ def worked_batches(
     max_prompt_length: int,
     max_response_length: int,
     seed: int,
-    max_corrupt: int = 10,
     style: PromptStyle = PLAIN,
 ) -> Batches[WorkedBatch]:
-    """Return endless shuffled batches of `batch` demonstrations; other arguments and errors as in `prompt_batches`.
+    """Return endless shuffled batches of demonstrations, otherwise as in `prompt_batches`.
 
-    Also leaves out records whose worked response is longer than `max_response_length` tokens, EOS included, or has an
-    EOS token inside. Special tokens in `worked` count as such, unless they are guarded.
+    Worked responses of more than `max_response_length` tokens, EOS included, or with an EOS token inside are also left
+    out. Special tokens in `worked` count as such unless guarded.
     """
     ends = tokenizer.ends()
-
-    def checked(record: Record, prompt: list[int] | _Problem, worked: list[int]) -> list[int] | _Problem:
-        if isinstance(prompt, _Problem):
-            return prompt
-        if problem := _prompt_problem(prompt, tokenizer, max_prompt_length):
-            return problem
-        if any(end in record["worked"].replace(GUARD, "") for end in ends):
-            return _ENDS
-        too_long = _length_problem("worked response", len(worked), max_response_length, "sampling.max_response_length")
-        return too_long or prompt
 
     def encode_worked(records: list[Record]) -> list[list[int]]:
         worked = tokenizer.encode_batch([record["worked"] for record in records])
         return [[*ids, tokenizer.eos_ids[0]] for ids in worked]
 
-    def check(records: list[Record]) -> list[list[int] | _Problem]:
-        prompts = _encode_prompts(records, tokenizer, style)
-        return list(map(checked, records, prompts, encode_worked(records)))
+    def problem(record: Record, worked: list[int]) -> _Problem | None:
+        if any(end in record["worked"].replace(GUARD, "") for end in ends):
+            return _ENDS
+        return _length_problem("worked response", len(worked), max_response_length, "sampling.max_response_length")
 
     def make(indices: list[int]) -> WorkedBatch:
         records = [source[i] for i in indices]
@@ -297,35 +257,32 @@ def worked_batches(
         mask = np.arange(max_response_length)[None, :] < lengths[:, None]
         return WorkedBatch(*_pad(prompts, max_prompt_length, tokenizer.pad_id), tokens, mask)
 
-    usable = _scan(source, check, max_corrupt)
-    indices = _index_batches(usable, batch, seed=seed, shuffle=True)
+    usable = _scan(
+        source, tokenizer, max_prompt_length, style, lambda records: map(problem, records, encode_worked(records))
+    )
+    indices = _index_batches(usable, batch, seed=seed)
     return Batches(indices.map(make), usable, {"seed": seed, "batch size": batch})
 
 
 @dataclasses.dataclass(frozen=True)
 class _UsableRecords:
-    """Indices of the usable records, and counts of the others by reason."""
-
     indices: Int[np.ndarray, " N"]
     skipped: dict[str, int]
     content: dict[str, str]
-    """Digests of the usable records in order: of the tokens of their prompts, and of each field."""
+    """Digests in order: of prompt tokens, and of each field."""
     parts: Sequence[Part]
-    """Parts of the records that are mixed by weight."""
     name: str
-    """Name of the records for messages."""
 
     def mixed(self) -> list[tuple[list[int], float]]:
-        """The usable indices of each part that has any, and its weight."""
         ends = np.cumsum([part.count for part in self.parts])
         cuts = np.split(self.indices, np.searchsorted(self.indices, ends[:-1]))
         return [(own.tolist(), part.weight) for own, part in zip(cuts, self.parts, strict=True) if len(own)]
 
 
 class _Epochs(Sequence[int]):
-    """An endless sequence of the same elements, epoch after epoch; each epoch shuffled with a seed of its own.
+    """Endless epochs of the same elements, each shuffled with its own seed.
 
-    Grain would add the number of the epoch to the seed, and the second epoch of one run would be the first of another.
+    Grain would add the epoch to the seed: the second epoch of one run would be the first of another.
     """
 
     def __init__(self, elements: Sequence[int], *seed: int) -> None:
@@ -347,32 +304,26 @@ class _Epochs(Sequence[int]):
         return self._elements.shuffle(seed=int(seed))
 
 
-def _index_batches(usable: _UsableRecords, rows: int, *, seed: int, shuffle: bool) -> grain.MapDataset[list[int]]:
-    """Return an endless stream of batches of `rows` record indices, reshuffled every epoch if `shuffle`."""
+def _index_batches(usable: _UsableRecords, rows: int, *, seed: int) -> grain.MapDataset[list[int]]:
     if len(usable.indices) < rows:
         logging.warning(
             "a batch of %d takes the %d usable records more than once; give more records, or use a smaller batch",
             rows,
             len(usable.indices),
         )
-    streams, weights = [], []
-    for number, (indices, weight) in enumerate(usable.mixed()):
-        elements = grain.MapDataset.source(indices)
-        streams.append(grain.MapDataset.source(_Epochs(indices, seed, number)) if shuffle else elements.repeat(None))
-        weights.append(weight)
-    endless = streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, weights)
-    # An endless stream has no remainder to drop, but without drop_remainder Grain rounds its length up and overflows.
+    parts = usable.mixed()
+    streams = [grain.MapDataset.source(_Epochs(indices, seed, number)) for number, (indices, _) in enumerate(parts)]
+    endless = streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, [weight for _, weight in parts])
+    # Without drop_remainder, Grain rounds the endless length up and overflows.
     return endless.batch(rows, drop_remainder=True, batch_fn=list)
 
 
 class _Problem(NamedTuple):
-    """The reason why a record is not usable."""
-
     reason: str
-    """Reason under which the record is counted; the same text for all records that share it."""
+    """Name it is counted under."""
     remedy: str
     length: int = 0
-    """Number of tokens, if that is the problem."""
+    """Number of tokens, if too many."""
 
 
 _EMPTY = _Problem("empty prompt", "give each record a question")
@@ -382,43 +333,27 @@ _CORRUPT = _Problem("corrupt", "restore the file, or delete a generated data set
 
 
 def _length_problem(what: str, length: int, limit: int, field: str) -> _Problem | None:
-    """Return the problem of a text with more than `limit` tokens, else None; `field` is the config field of `limit`."""
     if length <= limit:
         return None
     remedy = f"the shortest has {length}, so set {field} to {length} or more"
     return _Problem(f"{what} longer than {limit} tokens", remedy, length)
 
 
-def _prompt_problem(ids: list[int], tokenizer: Tokenizer, limit: int) -> _Problem | None:
-    """Return the problem that makes a prompt unusable, or None."""
-    if not ids:
+def _prompt_problem(record: Record, prompt: list[int] | _Problem, tokenizer: Tokenizer, limit: int) -> _Problem | None:
+    if not record["question"].strip() or not prompt:  # a chat template may wrap an empty one in tokens
         return _EMPTY
-    if problem := _length_problem("prompt", len(ids), limit, "data.max_prompt_length"):
+    if isinstance(prompt, _Problem):
+        return prompt
+    if problem := _length_problem("prompt", len(prompt), limit, "data.max_prompt_length"):
         return problem
-    return _UNKNOWN if tokenizer.unk_id is not None and tokenizer.unk_id in ids else None
+    return _UNKNOWN if tokenizer.unk_id is not None and tokenizer.unk_id in prompt else None
 
 
-def _scan_prompts(
-    source: Sequence[Record], tokenizer: Tokenizer, limit: int, max_corrupt: int, style: PromptStyle, defect: Defects
-) -> _UsableRecords:
-    def checked(record: Record, prompt: list[int] | _Problem) -> list[int] | _Problem:
-        if isinstance(prompt, _Problem):
-            return prompt
-        reason = defect(record)
-        return _prompt_problem(prompt, tokenizer, limit) or (_Problem(reason, "correct them") if reason else prompt)
-
-    def check(records: list[Record]) -> list[list[int] | _Problem]:
-        return list(map(checked, records, _encode_prompts(records, tokenizer, style)))
-
-    return _scan(source, check, max_corrupt)
-
-
-_Check = Callable[[list[Record]], list[list[int] | _Problem]]
-"""Records -> the tokens of each one's prompt, or why it cannot be used."""
+def _defective(defect: Defects, records: list[Record]) -> list[_Problem | None]:
+    return [_Problem(reason, "correct them") if (reason := defect(record)) else None for record in records]
 
 
 def _encode_prompts(records: list[Record], tokenizer: Tokenizer, style: PromptStyle) -> list[list[int] | _Problem]:
-    """Return the token ids of each record's prompt, or the problem of one that the chat template rejects."""
     texts = tokenizer.chat_all([_guarded(record, tokenizer, style) for record in records])
     ids = iter(tokenizer.encode_batch([text for text in texts if isinstance(text, str)]))
     return [
@@ -426,16 +361,22 @@ def _encode_prompts(records: list[Record], tokenizer: Tokenizer, style: PromptSt
     ]
 
 
-def _scan(source: Sequence[Record], check: _Check, max_corrupt: int) -> _UsableRecords:
-    """Read every record once; keep those in which `check` finds no problem, count and report the others.
+def _scan(
+    source: Sequence[Record],
+    tokenizer: Tokenizer,
+    limit: int,
+    style: PromptStyle,
+    further: Callable[[list[Record]], Iterable[_Problem | None]],
+) -> _UsableRecords:
+    """Keep usable records and report the others. Repeated questions stay, as they may be weights.
 
-    Repeated questions are kept, since a data set may weight its questions so, and reported.
+    `further` finds problems of records beyond those of their prompts.
     """
     indices: list[int] = []
     questions: set[bytes] = set()  # as digests
     content = FieldDigests()
     skipped = collections.Counter(source.left_out if isinstance(source, Records) else {})
-    shortest = {_CORRUPT.reason: _CORRUPT}  # per reason, the shortest: its remedy asks for least
+    shortest = {_CORRUPT.reason: _CORRUPT}  # per reason, the shortest: it asks for least
     for start in range(0, len(source), _SCAN_CHUNK):
         readable: list[tuple[int, Record]] = []
         for i in range(start, min(start + _SCAN_CHUNK, len(source))):
@@ -444,19 +385,19 @@ def _scan(source: Sequence[Record], check: _Check, max_corrupt: int) -> _UsableR
             except CorruptRecord as error:
                 skipped[_CORRUPT.reason] += 1
                 logging.warning("skipped: %s", error)
-                if skipped[_CORRUPT.reason] > max_corrupt:
+                if skipped[_CORRUPT.reason] > _MAX_CORRUPT:
                     raise UserError(
-                        f"more than {max_corrupt} corrupt records in {source!r}, the last: {error}; {_CORRUPT.remedy}"
+                        f"more than {_MAX_CORRUPT} corrupt records in {source!r}, the last: {error}; {_CORRUPT.remedy}"
                     ) from error
-        for (i, record), found in zip(readable, check([r for _, r in readable]), strict=True):
-            # An empty question counts as empty even if a chat template wraps it in tokens.
-            found = found if record["question"].strip() else _EMPTY
-            if isinstance(found, _Problem):
-                skipped[found.reason] += 1
-                shortest[found.reason] = min(shortest.get(found.reason, found), found, key=lambda p: p.length)
+        records = [record for _, record in readable]
+        prompts = _encode_prompts(records, tokenizer, style)
+        for (i, record), prompt, other in zip(readable, prompts, further(records), strict=True):
+            if problem := _prompt_problem(record, prompt, tokenizer, limit) or other:
+                skipped[problem.reason] += 1
+                shortest[problem.reason] = min(shortest.get(problem.reason, problem), problem, key=lambda p: p.length)
                 continue
             indices.append(i)
-            content.add(record | {_TOKENS: np.asarray(found, np.int32).tobytes().hex()})
+            content.add(record | {_TOKENS: np.asarray(prompt, np.int32).tobytes().hex()})
             asked = json.dumps(record["messages"]) if "messages" in record else record["question"]
             questions.add(hashlib.blake2b(asked.encode(), digest_size=16).digest())
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
@@ -477,18 +418,17 @@ def _scan(source: Sequence[Record], check: _Check, max_corrupt: int) -> _UsableR
 
 
 def _prompt_batch(
-    source: Sequence[Record], indices: list[int], tokenizer: Tokenizer, length: int, style: PromptStyle
-) -> PromptBatch:
+    source: Sequence[Record], tokenizer: Tokenizer, length: int, style: PromptStyle, indices: list[int]
+) -> Prompts:
     records = [source[i] for i in indices]
     texts = [prompt_text(record, tokenizer, style) for record in records]
     tokens, lengths = _pad(tokenizer.encode_batch(texts), length, tokenizer.pad_id)
-    prompts = Prompts(tokens, lengths)  # type: ignore[arg-type]  # NumPy arrays; the caller places them on its mesh
+    arrays: Any = {"tokens": tokens, "lengths": lengths}  # NumPy's, placed on its mesh by the sampler
     plain = [text.replace(GUARD, "") for text in texts]
-    return PromptBatch(prompts, plain, records, np.ones(len(records), bool))
+    return Prompts(**arrays, texts=plain, records=records, valid=np.ones(len(records), bool))
 
 
 def _pad(rows: list[list[int]], length: int, pad: int) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]:
-    """Return the rows right padded to `length`, and their lengths."""
     tokens = np.full((len(rows), length), pad, np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids

@@ -1,10 +1,9 @@
-"""Open prepared TFDS folders that may come from strangers: text and number features, files inside the folder.
+"""Prepared TFDS folders from untrusted sources.
 
-TFDS imports the module of whatever feature class a folder's metadata names, and opens whatever file it describes. So
-the metadata is read here first, as data, and everything that this package does not read is refused.
+TFDS imports any feature class named in a folder's metadata and opens any file it describes. So the metadata is checked
+first: only text and number features, and files inside the folder.
 """
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -33,20 +32,20 @@ _CONTENTS = {
         tfds.features.ClassLabel: "class_label",
     }.items()
 }
-"""Feature classes that may be opened, and the field of TFDS's Feature message that describes each."""
+"""Allowed feature classes, and their fields in TFDS's Feature message."""
 
 _PLAIN = re.compile(r"[\w .+-]+")
-"""Names of features and data sets, of which TFDS makes file names."""
+"""Names that become file names."""
 _PLAIN_TEMPLATE = re.compile(r"([\w.+-]|\{[A-Z_]+\})+")
-"""Templates of shard names; a field without a format, since `{SPLIT:>9999999999}` would fill the memory."""
+"""Shard name templates, without format specs: `{SPLIT:>9999999999}` would fill the memory."""
 
 
 def open_prepared(folder: str) -> tfds.core.DatasetBuilder:
-    """Return the builder of a prepared TFDS folder without importing anything that its metadata names.
+    """Open a prepared TFDS folder without importing classes named in its metadata.
 
     Raises:
-      UserError: the metadata is missing or damaged, or names a class other than a text or number feature of TFDS, or a
-        file leads out of the folder.
+      UserError: the metadata is missing, damaged or names a class that is not allowed, or a file leads out of the
+        folder.
     """
     for file in Path(folder).iterdir():
         if not file.is_dir():
@@ -63,7 +62,7 @@ def open_prepared(folder: str) -> tfds.core.DatasetBuilder:
         raise UserError(f"{features_file} describes one feature, not records with several; build it again")
     try:
         return tfds.builder_from_directory(folder)
-    except Exception as error:  # TFDS raises whatever its parsers do: ValueError, AssertionError, ImportError
+    except Exception as error:  # TFDS raises whatever its parsers do
         reason = " ".join(str(error).split())
         raise UserError(f"{folder} is no data set that TFDS can open ({reason}); build it again") from error
 
@@ -71,7 +70,7 @@ def open_prepared(folder: str) -> tfds.core.DatasetBuilder:
 def records(
     builder: tfds.core.DatasetBuilder, split: str, *, convert: Callable[[int, Any], Record], limit: int | None = None
 ) -> Records:
-    """Return the records of a prepared builder's split, which must be ArrayRecord: read without TensorFlow."""
+    """Return the records of a split in ArrayRecord format, read without TensorFlow."""
     splits = builder.info.splits
     if split not in splits:
         raise UserError(f"{builder.info.full_name} has no split {split!r}; {choices(split, list(splits))}")
@@ -96,7 +95,6 @@ def records(
 
 
 def _check_shard_names(builder: tfds.core.DatasetBuilder, split: str) -> None:
-    """Raise UserError unless the shards of a split are files of the data set's own folder, by their names."""
     info: Any = builder.info.splits[split]
     name, template = info.filename_template.dataset_name, info.filename_template.template
     for field, value, pattern in (("name", name, _PLAIN), ("filepathTemplate", template, _PLAIN_TEMPLATE)):
@@ -106,28 +104,24 @@ def _check_shard_names(builder: tfds.core.DatasetBuilder, split: str) -> None:
 
 
 def _parse(file: Path, message: Message) -> None:
-    """Fill a message from a JSON file, or raise UserError."""
+    content = foreign.read_json(file, inside=file.parent, remedy="build the data set again")
+    if content is None:
+        raise UserError(f"{file} does not exist; build the data set again")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise TypeError(f"it holds {content!r:.40}, not an object")
         json_format.ParseDict(content, message)
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}; build the data set again") from error
     except (ValueError, TypeError, RecursionError, json_format.Error) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{file} is damaged, or not written by a current TFDS ({reason}); build it again") from error
 
 
 def _check_feature(file: Path, feature: Any) -> None:
-    """Raise UserError unless a feature and those inside it are of the classes in _CONTENTS, with plain names."""
     name, content = feature.python_class_name, feature.WhichOneof("content")
     if name not in _CONTENTS:
         known = ", ".join(cls.rpartition(".")[2] for cls in _CONTENTS)
         raise UserError(
             f"{file} names the class {name!r}, whose code would be run; build the data set with TFDS's own {known} only"
         )
-    if content != _CONTENTS[name]:  # such as JSON text, in which more classes can hide
+    if content != _CONTENTS[name]:  # JSON text could hide more classes
         raise UserError(f"{file} describes a {name} by {content!r} instead of {_CONTENTS[name]!r}; build it again")
     for key, inner in feature.features_dict.features.items():
         if not _PLAIN.fullmatch(key):

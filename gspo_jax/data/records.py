@@ -1,37 +1,36 @@
-"""Random-access records, the type that `tasks.load` returns and the pipeline reads."""
+"""Random-access records, read by the pipeline."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, overload
 
 Record = dict[str, Any]
-"""One problem: the texts `id`, `question`, `answer`, `worked`, `instruction`, and fields that only rewards read.
+"""One problem: texts `id`, `question`, `answer`, `worked`, `instruction`, and fields for rewards.
 
-With `messages`, a list of {role, content}, the prompt is that conversation, and `question` its last user turn; `system`
-is a system prompt of its own.
+With `messages`, a list of {role, content}, that conversation is the prompt and `question` its last user turn. `system`
+is the record's own system prompt.
 """
 VERBATIM = "verbatim_prompt"
-"""Field of a record that is true if special tokens written in its question count as such, and are no mere text."""
+"""Record field: True if special tokens written in the question are encoded as such, not as text."""
 
 
 class Part(NamedTuple):
-    """Adjacent records that are drawn together, and how often."""
+    """Adjacent records with a sampling weight."""
 
     name: str
     count: int
     weight: float
-    """Share of this part in training batches, relative to other parts."""
+    """Share in training batches, relative to other parts."""
 
 
 class CorruptRecord(RuntimeError):
-    """Raised for a record that cannot be read; the message names the record and its file."""
+    """A record that cannot be read. The message names it and its file."""
 
 
 class Records(Sequence[Record]):
-    """A sequence of records, read from `source` on demand and converted by `convert(index, raw)`.
+    """Records read from `source` on demand, and converted by `convert(index, raw)` if given.
 
-    `name` is its name in messages and for Grain. `where(index)` names the file of a record: reading a damaged record
-    raises CorruptRecord with that name, and the other records can still be read. `parts` are mixed by weight in
-    training; without them, all records are one. `left_out` counts rows that were left out before, by reason.
+    `where(index)` names a record's file, by default `name`. `parts` are mixed by weight in training. `left_out` counts
+    rows dropped before, by reason.
     """
 
     def __init__(
@@ -39,14 +38,14 @@ class Records(Sequence[Record]):
         name: str,
         source: Sequence[Any],
         *,
-        convert: Callable[[int, Any], Record],
-        where: Callable[[int], str],
+        convert: Callable[[int, Any], Record] = lambda _, record: record,
+        where: Callable[[int], str] | None = None,
         limit: int | None = None,
         parts: Sequence[Part] = (),
         left_out: Mapping[str, int] | None = None,
     ) -> None:
         self.name = name
-        self.where = where
+        self.where = where or (lambda _: name)
         self._source = source
         self._convert = convert
         self._length = len(source) if limit is None else min(limit, len(source))
@@ -61,7 +60,6 @@ class Records(Sequence[Record]):
     @overload
     def __getitem__(self, index: slice) -> list[Record]: ...
     def __getitem__(self, index: int | slice) -> Record | list[Record]:
-        """Return one record, or for a slice a list of records."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(self._length))]
         if not -self._length <= index < self._length:

@@ -1,8 +1,7 @@
-"""Rows of a user's own files (files.py) as records.
+"""Records from rows of a user's own files (files.py).
 
-A row has a prompt as `question`, `prompt` (a text, or a list of messages) or `messages`, or in a field that is named; a
-reference answer; and any further fields, which reward functions receive as they are. A row that cannot be used is left
-out and counted under the name of its defect. Rows are held in memory.
+A row has a prompt, a reference answer, and further fields that reward functions get unchanged. Unusable rows are left
+out and counted by defect. Rows are held in memory.
 """
 
 import collections
@@ -24,33 +23,32 @@ from gspo_jax.data.written import number_text
 from gspo_jax.errors import UserError
 
 PROMPTS = "question", "prompt", "messages"
-"""Fields that may hold the prompt; a row has one of them, unless `Source.prompt` names its field."""
+"""Prompt fields. A row has one of them unless `Source.prompt` names its field."""
 ROLES = "system", "user", "assistant"
-"""Whose turn a message may be."""
 _OWN = "id", "worked", "instruction", "system"
-"""Further fields of a row that say something about it, where `data.prompt` and `data.answer` name no other role."""
+"""Optional fields, unless `data.prompt` or `data.answer` names them."""
 SOURCE = "data_source"
-"""Field of a record that names its source, if sources have names; a row's own field of that name is replaced."""
+"""Record field with the source's name, if it has one. Replaces a row's own."""
 
 _HELD_OUT_SEED = b"held out"
 _MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content)['"]\s*:""")
-"""Beginning of a text that is a list of messages, as in a cell of CSV."""
+"""Messages written as text, as in CSV cells."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file or folder of rows, and how its prompts are made."""
+    """A file or folder of rows, with prompt options."""
 
     train: str
-    """A file or folder, as `files.read` takes it."""
+    """File or folder, as in `files.read`."""
     test: str = ""
-    """The held-out rows, likewise; "": the share `held_out` of the training rows."""
+    """Held-out rows. "": the share `held_out` of `train`."""
     prompt: str = ""
-    """Field of the prompt, with dots into objects; "": that of PROMPTS which is there."""
+    """Prompt field, with dots into objects. "": the one of PROMPTS present."""
     weight: float = 1.0
-    """Share of this source's prompts in training, relative to other sources."""
+    """Share of training prompts, relative to other sources."""
     system: str | None = None
-    """System prompt of rows without their own; None: that of all sources."""
+    """System prompt for rows without their own. None: the shared one."""
     instruction: str = ""
     """Text appended to the last user turn."""
 
@@ -58,15 +56,15 @@ class Source:
 def load(
     sources: Mapping[str, Source], *, split: str, answer: str = "answer", held_out: float = 0.05, limit: int | None
 ) -> Records:
-    """Return the records of a split of all sources, one source after the other.
+    """Return the records of a split, source after source.
 
     Args:
-      sources: name -> source; a single one may be called "".
+      sources: by name, "" for a single one.
       split: "train" or "test".
-      answer: field of the reference answer, with dots into objects; "": rows need none.
-      held_out: share of the training rows that are held out if a source has no test file, chosen by a digest of the
-        prompt: a row stays where it is when others are added, and equal prompts are on one side.
-      limit: maximum number of records of each source, from the beginning; None: all.
+      answer: field of the reference answer, with dots into objects. "": rows need none.
+      held_out: share of training rows held out if a source has no test file, by a digest of the prompt: added rows move
+        no others, and equal prompts stay together.
+      limit: maximum records per source.
 
     Raises:
       UserError: a file is missing or of another format, or a source has no usable row.
@@ -100,22 +98,19 @@ def load(
         parts.append(Part(name, len(rows) - start, source.weight))
         wrong += seen.counts
     title = ", ".join(dict.fromkeys(s.test if split == "test" and s.test else s.train for s in sources.values()))
-    return Records(
-        title, rows, convert=lambda _, row: row, where=lambda index: places[index], parts=parts, left_out=dict(wrong)
-    )
+    return Records(title, rows, where=places.__getitem__, parts=parts, left_out=wrong)
 
 
 def conversations(place: str, *, prompt: str = "", answer: str = "answer", limit: int | None = None) -> Records:
-    """Return records with `messages` that end with the assistant's turn, for supervised training.
+    """Return records with `messages` that end with an assistant turn.
 
-    A row has `messages`; or without them a prompt, and what is to be said as `completion`, `worked` or `answer`,
-    whichever is first.
+    A row has `messages`, or a prompt and the response in `completion`, `worked` or `answer`, in this order.
 
     Args:
       place: a file, or a folder with training rows.
-      prompt: field of the prompt in rows without messages; "": that of PROMPTS which is there.
-      answer: field that is said where there is no `completion` or `worked`; else `answer`.
-      limit: maximum number of records, from the beginning; None: all.
+      prompt: prompt field of rows without messages. "": the one of PROMPTS present.
+      answer: response field, after `completion` and `worked`.
+      limit: maximum records.
 
     Raises:
       UserError: the file is missing or of another format, or has no usable row.
@@ -132,13 +127,11 @@ def conversations(place: str, *, prompt: str = "", answer: str = "answer", limit
     seen.report(place)
     if not rows:
         raise UserError(_nothing(place, "train", seen))
-    return Records(
-        place, rows, convert=lambda _, row: row, where=lambda index: places[index], left_out=dict(seen.counts)
-    )
+    return Records(place, rows, where=places.__getitem__, left_out=seen.counts)
 
 
 def parse_messages(value: Any) -> list[dict[str, str]]:
-    """Return a row's messages; raises Defect if they are no conversation of texts."""
+    """Return a row's messages, or raise Defect."""
     if not isinstance(value, list):
         raise Defect("messages are not a list")
     if not value:
@@ -155,7 +148,7 @@ def parse_messages(value: Any) -> list[dict[str, str]]:
 
 
 class _Wrong:
-    """Counts the rows of a file that cannot be used, by defect, with the place of the first of each."""
+    """Unusable rows, counted by defect, with the first place of each."""
 
     def __init__(self) -> None:
         self.counts: collections.Counter[str] = collections.Counter()
@@ -163,11 +156,8 @@ class _Wrong:
         self._first: dict[str, str] = {}
 
     def keep(self, row: Row, convert: Callable[[dict[str, Any]], Record]) -> Record | None:
-        """The row's record; None if it has a defect, which is counted."""
         try:
-            if isinstance(row.content, Defect):
-                raise row.content
-            return convert(row.content)
+            return convert(row.fields())
         except Defect as defect:
             reason = str(defect)
             self.counts[reason] += 1
@@ -176,14 +166,12 @@ class _Wrong:
             return None
 
     def report(self, place: str) -> None:
-        """Log what was left out."""
         if self.counts:
             found = [f"{n} {reason} (first: {self._first[reason]})" for reason, n in self.counts.most_common()]
             logging.warning("%d rows of %s are left out: %s", self.counts.total(), place, "; ".join(found))
 
 
 def _nothing(place: str, split: str, wrong: _Wrong, *, divided: bool = False, held_out: float = 0) -> str:
-    """The sentence about a source without a usable row."""
     if wrong.counts:
         (reason, count), total = wrong.counts.most_common(1)[0], wrong.counts.total()
         return f"{place} has no usable row: {count} of {total} left out are {reason}; {wrong.remedies[reason]}"
@@ -193,7 +181,6 @@ def _nothing(place: str, split: str, wrong: _Wrong, *, divided: bool = False, he
 
 
 def _record(row: dict[str, Any], *, prompt: str, answer: str) -> Record:
-    """The record of a row: its prompt as `question` or `messages`, its answer as a text, and every further field."""
     prompt = prompt or _given(row)
     named = {part for name in (prompt, answer) for part in (name, name.partition(".")[0])}
     record = {key: value for key, value in row.items() if key not in (*PROMPTS, VERBATIM)}
@@ -236,7 +223,6 @@ def _conversation(row: dict[str, Any], *, prompt: str, answer: str) -> Record:
 
 
 def _given(row: Mapping[str, Any]) -> str:
-    """The one field of PROMPTS that a row has."""
     there = [name for name in PROMPTS if name in row]
     given = [name for name in there if not _is_empty(row[name])] or there
     if not given:
@@ -250,7 +236,6 @@ def _given(row: Mapping[str, Any]) -> str:
 
 
 def _is_usable(row: Mapping[str, Any], name: str) -> bool:
-    """Whether a field can be a prompt."""
     try:
         turns = _prompt(row, name).get("messages")
     except Defect:
@@ -259,7 +244,6 @@ def _is_usable(row: Mapping[str, Any], name: str) -> bool:
 
 
 def _prompt(row: Mapping[str, Any], name: str) -> Record:
-    """The prompt's fields: `question`, the last user turn, and `messages` if the row has a conversation."""
     value = _field(row, name, "set data.prompt to a field that they have")
     if name != "question" and isinstance(value, str) and _MESSAGES.match(value):
         try:
@@ -273,7 +257,6 @@ def _prompt(row: Mapping[str, Any], name: str) -> Record:
 
 
 def _message(turn: Any) -> dict[str, str]:
-    """One message: its role, its content, and an assistant's reasoning if it has one."""
     if not isinstance(turn, dict):
         raise Defect("message is not an object")
     if turn.get("tool_calls"):
@@ -300,7 +283,7 @@ def _is_empty_system(turn: Any) -> bool:
 
 
 def text_field(row: Mapping[str, Any], name: str) -> str:
-    """Return a field of a row that must be a text and not blank; raises Defect if it is not."""
+    """Return a non-blank text field, or raise Defect."""
     if name not in row:
         raise Defect(f"no {name}")
     return _text(row[name], name)
@@ -313,7 +296,7 @@ def _text(value: Any, name: str) -> str:
         raise Defect(f"{name} is empty")
     try:
         value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
+    except UnicodeEncodeError:  # a lone surrogate, which JSON can spell
         raise Defect(f"{name} is not Unicode text") from None
     if "\0" in value:
         raise Defect(f"{name} has a NUL character")
@@ -321,7 +304,7 @@ def _text(value: Any, name: str) -> str:
 
 
 def answer_text(row: Mapping[str, Any], name: str = "answer") -> str:
-    """Return the reference answer of a row, a number as a person writes it; raises Defect if there is none."""
+    """Return a row's reference answer as text, or raise Defect."""
     value = _field(row, name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return _text(value, name).strip()
@@ -331,7 +314,6 @@ def answer_text(row: Mapping[str, Any], name: str = "answer") -> str:
 
 
 def _field(row: Mapping[str, Any], name: str, *remedy: str) -> Any:
-    """The field of a row called `name`, or with dots into objects."""
     value = _find(row, name)
     if value is None:
         raise Defect(f"no {name}", *remedy)
@@ -353,6 +335,5 @@ def _has(row: Mapping[str, Any], name: str) -> bool:
 
 
 def _draw(record: Record) -> float:
-    """A number from 0 to 1 that depends on the prompt alone."""
     prompt = json.dumps(record.get("messages", record["question"]), sort_keys=True).encode()
     return int.from_bytes(hashlib.blake2b(prompt, digest_size=8, key=_HELD_OUT_SEED).digest()) / 2**64

@@ -1,8 +1,7 @@
-"""Demonstrations from conversations: each turn of the assistant, behind the prompt that sampling would give it.
+"""Demonstrations from conversations: each assistant turn, after the prompt that sampling would give it.
 
-A chat template may write a turn in one way while it is the last and in another once it is history (Qwen3's drops its
-reasoning). So a conversation of several assistant's turns becomes as many demonstrations, each with its own prompt, and
-what is learned is what the sampler will see.
+A chat template may rewrite turns once they are history (Qwen3's drops reasoning). So each assistant turn becomes a
+demonstration with its own prompt, as the sampler will see it.
 """
 
 from collections import Counter
@@ -19,11 +18,10 @@ from gspo_jax.errors import UserError
 
 
 def assistant_turns(source: Sequence[Record], tokenizer: Tokenizer, style: PromptStyle) -> Records:
-    """Return a record for each assistant's turn: `messages` before it, and in `worked` what the assistant writes.
+    """Return a record per assistant turn: the `messages` before it, and in `worked` what the assistant writes.
 
-    `worked` is the text that the chat template puts between the prompt and the token that ends the turn, so it has the
-    template's own marks, such as those of an empty thought. Special tokens in what is said are guarded
-    (`Tokenizer.guard`).
+    `worked` is the chat template's text from the prompt to the end-of-turn token, including marks such as an empty
+    thought. Special tokens in contents are guarded (`Tokenizer.guard`).
 
     Raises:
       UserError: no turn can be learned.
@@ -44,20 +42,19 @@ def assistant_turns(source: Sequence[Record], tokenizer: Tokenizer, style: Promp
         logging.warning("%d turns of %r are left out: %s", left_out.total(), source, reasons)
     if not turns:
         raise UserError(f"no assistant's turn of {source!r} can be learned ({', '.join(left_out)}); correct them")
-    return Records(repr(source), turns, convert=lambda _, turn: turn, where=lambda index: turns[index]["id"])
+    return Records(repr(source), turns, where=lambda index: turns[index]["id"])
 
 
 def worked_answers(source: Sequence[Record], tokenizer: Tokenizer) -> Records:
-    """Return a task's records with the special tokens in `worked` guarded, since that is what is said."""
+    """Guard the special tokens in `worked` of a task's records."""
 
     def convert(index: int, record: Record) -> Record:
         return record | {"worked": tokenizer.guard(record["worked"], "assistant")}
 
-    return Records(repr(source), source, convert=convert, where=lambda _: repr(source))
+    return Records(repr(source), source, convert=convert)
 
 
 def _written(before: Record, message: Message, tokenizer: Tokenizer, style: PromptStyle) -> str:
-    """Return the text that the assistant writes in its turn `message`, behind the prompt of `before`."""
     if not before["messages"] or before["messages"][-1]["role"] == "assistant":
         raise Defect("assistant's turn without a user's before it")
     ends = tokenizer.ends()

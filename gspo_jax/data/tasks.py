@@ -1,7 +1,7 @@
-"""Load tasks by name: `load("arithmetic", split="train")` returns their records, wherever they come from.
+"""Tasks by name.
 
-Generated tasks are built with TFDS on first use (generated.py). GSM8K is read from a folder as it was published, or
-from a prepared TFDS directory; "jsonl" reads any file of rows (rows.py). TensorFlow is never imported.
+Generated tasks are built with TFDS on first use (generated.py). GSM8K is read as published or from a prepared TFDS
+directory, and "jsonl" reads any file of rows (rows.py). TensorFlow is never imported.
 """
 
 import inspect
@@ -13,23 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from gspo_jax import foreign
-from gspo_jax.data import files, generated, prepared, rows
+from gspo_jax.data import benchmarks, files, generated, prepared, rows
 from gspo_jax.data.records import Record, Records
 from gspo_jax.errors import UserError, choices
 
-INSTRUCTIONS = {
-    "arithmetic": "",
-    "countdown": "",
-    "expression": "",
-    "induction": "",
-    "machine": "",
-    "gsm8k": "Think step by step, then write the final answer as a number after ####.",
-    "jsonl": "",
-}
-"""Instruction appended to each question of a task; none for generated tasks, whose form worked answers teach."""
-
-TASKS = tuple(INSTRUCTIONS)
-"""Names of the tasks that `load` accepts."""
+TASKS = *generated.BUILDERS, "gsm8k", "jsonl"
 
 _ANNOTATION = re.compile(r"<<[^<>\n]*>>")  # GSM8K's calculator calls, such as <<48/2=24>>
 
@@ -53,15 +41,14 @@ def load(
     Args:
       task: one of TASKS, or of `own`.
       split: "train" or "test".
-      own: tasks beside TASKS, name -> function(split, **options) that returns rows with the texts `question` and
-        `answer`, and whatever else the rewards read.
-      folder: folder of gsm8k or jsonl, as `files.read` takes it.
-      data_dir: folder in which generated tasks are built; None: TFDS's default.
-      limit: maximum number of records, from the beginning, of each source; None: all.
-      instruction: text appended to each question; None: the task's own (INSTRUCTIONS).
-      sources, answer, held_out: of jsonl; see `rows.load`. Without sources, the folder is the only one.
-      **options: options of a generated task (see `generated.prepare`): difficulty, seed, train_size, test_size; and
-        those of a function in `own`.
+      own: further tasks, name -> function(split, **options) that returns rows with texts `question` and `answer`, and
+        fields for rewards.
+      folder: folder of gsm8k or jsonl, as in `files.read`.
+      data_dir: folder of generated tasks. None: TFDS's default.
+      limit: maximum records per source.
+      instruction: text appended to each question. None: the task's own.
+      sources, answer, held_out: for jsonl, see `rows.load`. Without sources, the folder is the only one.
+      **options: of a generated task (`generated.prepare`) or a function in `own`.
 
     Raises:
       UserError: the task, split or an option is unknown, a file is missing or malformed, or the split has no records.
@@ -71,7 +58,8 @@ def load(
     if limit is not None and limit < 1:
         field = "eval.prompts" if split == "test" else "data.limit"
         raise UserError(f"limit is {limit}; use 1 or more, or None for all records (in a config: {field}, 0 for all)")
-    instruction = INSTRUCTIONS.get(task, "") if instruction is None else instruction
+    if instruction is None:  # worked answers teach the form of generated tasks
+        instruction = benchmarks.NUMBER if task == "gsm8k" else ""
     if task == "jsonl":
         if options:
             raise UserError(f"task jsonl has no option {', '.join(options)}; leave that out")
@@ -102,7 +90,7 @@ def load(
 
 
 def check(task: str, folder: str | None, own: Collection[str] = ()) -> None:
-    """Check that there is a task of that name, in TASKS or `own`, and that it is given a folder if it needs one."""
+    """Raise UserError for an unknown task, or one without a folder that it needs."""
     if task not in (*TASKS, *own):
         raise UserError(f"unknown task {task!r}; {choices(task, [*TASKS, *own])}")
     if folder is None and task == "gsm8k":
@@ -115,7 +103,6 @@ def check(task: str, folder: str | None, own: Collection[str] = ()) -> None:
 def _own(
     task: str, function: Callable[..., Any], split: str, *, limit: int | None, instruction: str, options: dict[str, Any]
 ) -> Records:
-    """Return the records of a function's rows; what a row leaves out of `id`, `worked` and `instruction` is added."""
     try:
         inspect.signature(function).bind(split, **options)
     except TypeError as error:
@@ -139,7 +126,6 @@ def _own(
 
 
 def _present(row: Any) -> Any:
-    """A function's row without the fields that are None, which are absent."""
     return {name: value for name, value in row.items() if value is not None} if isinstance(row, dict) else row
 
 
@@ -185,19 +171,17 @@ def _gsm8k(split: str, *, folder: str, limit: int | None, instruction: str) -> R
     if not Path(folder).is_dir():
         raise UserError(f"{folder} is no folder; set data.folder to the one with GSM8K's train and test rows")
     records = []
-    for index, (where, row) in enumerate(itertools.islice(files.read(folder, split), limit)):
+    for index, row in enumerate(itertools.islice(files.read(folder, split), limit)):
         try:
-            if isinstance(row, files.Defect):
-                raise row
-            texts = {name: rows.text_field(row, name) for name in ("question", "answer")}
+            texts = {name: rows.text_field(row.fields(), name) for name in ("question", "answer")}
         except files.Defect as defect:
-            raise UserError(f"{where}: {defect}; correct or remove it") from defect
-        records.append(_gsm8k_record(f"gsm8k/{split}/{index}", texts, instruction, where=where))
-    return Records(folder, records, convert=lambda _, row: row, where=lambda _: folder)
+            raise UserError(f"{row.where}: {defect}; correct or remove it") from defect
+        records.append(_gsm8k_record(f"gsm8k/{split}/{index}", texts, instruction, where=row.where))
+    return Records(folder, records)
 
 
 def _gsm8k_record(name: str, row: dict[str, str], instruction: str, where: str | None = None) -> Record:
-    """Return the record of a GSM8K row, whose answer is a worked solution that ends in `#### 1,234`."""
+    """Convert a GSM8K row, with an answer that ends in `#### 1,234`."""
     worked, mark, final = row["answer"].rpartition("####")
     if not mark or not final.strip():
         raise UserError(f"{where or name}: the answer has no number after ####; correct or remove it")
@@ -213,7 +197,7 @@ def _gsm8k_record(name: str, row: dict[str, str], instruction: str, where: str |
 
 
 def _decode_texts(raw: dict[str, Any]) -> dict[str, Any]:
-    """Decode the features of a TFDS record that are texts or lists of texts, i.e. bytes."""
+    """Return a TFDS record's texts and lists of texts, decoded."""
     found: dict[str, Any] = {}
     for key, value in raw.items():
         if isinstance(value, bytes):

@@ -1,7 +1,7 @@
-"""Renders Hugging Face chat templates in a program of its own, `python -m gspo_jax.data.templates`, which chat.py asks.
+"""Rendering of chat templates in a separate program, `python -m gspo_jax.data.templates`, used by chat.py.
 
-jinja2's sandbox keeps a template from the interpreter but not from looping, and a constant like `'a' * 10**10` is
-already evaluated when the template is compiled; limited.py ends that. No jax or flax here, so that it starts quickly.
+jinja2's sandbox does not stop loops, and a constant like `'a' * 10**10` is evaluated at compile time. limited.py ends
+both. No jax or flax here, to start quickly.
 """
 
 import datetime
@@ -18,14 +18,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from gspo_jax import limited
 
 CLOCK = "2025-01-01T00:00"
-"""Time that templates are told if no other is chosen: prompts must be the same on every host and after a resume."""
+"""Default time, the same on every host and after a resume."""
 LIMIT_CHARACTERS, LIMIT_TIMES = 1 << 17, 16
-"""Characters that a template may write, and how many more for each of the conversation's."""
+"""Characters that a template may write: a constant plus a multiple of the conversation's."""
 REMEDY = "correct it, or use the model's own"
 
 
 class _Generation(Extension):
-    """Ignores `{% generation %}` and `{% endgeneration %}`, by which other trainers find the assistant's tokens."""
+    """No-op `{% generation %}` block, used by other trainers."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
 
@@ -39,13 +39,13 @@ def _raise_exception(message: str) -> None:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    # jinja2's own filter escapes <, > and & for HTML, which would alter the prompt.
+    # jinja2's own filter escapes <, > and & for HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
 @functools.lru_cache
 def _compiled(source: str, clock: str) -> jinja2.Template:
-    """A template that is told the time `clock` (ISO 8601); raises whatever jinja2 and Python's compiler raise."""
+    """Compile a template, raising whatever jinja2 and Python's compiler raise."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
@@ -56,15 +56,14 @@ def _compiled(source: str, clock: str) -> jinja2.Template:
 
 
 _sources: dict[str, str] = {}
-"""Templates by their digests."""
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """Render a template, by its digest `template`, for each of `conversations`, with `variables` and the time `clock`.
+    """Render a template, given by digest, for each of `conversations`.
 
     Returns:
-      `found`, a `text` or why it is `rejected` for each conversation; `unknown` if the question has to come again with
-      the template's `source`; or what is `wrong`. Words go on behind "the chat template".
+      `found`, a `text` or why it is `rejected` for each conversation, `unknown` if the template's `source` is needed
+      too, or what is `wrong`. Messages follow "the chat template".
     """
     if "source" in question:
         _sources[question["template"]] = question["source"]
@@ -76,7 +75,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         raise
     except jinja2.TemplateSyntaxError as error:
         return {"wrong": f"is invalid at line {error.lineno}: {limited.quoted(error.message)}"}
-    except Exception as error:  # of Python's compiler, such as a RecursionError for a deep expression
+    except Exception as error:  # such as a RecursionError for a deep expression
         return {"wrong": f"cannot be compiled ({limited.quoted(error)}); {REMEDY}"}
     try:
         return {"found": [_rendered(template, turns, question["variables"]) for turns in question["conversations"]]}
@@ -89,15 +88,14 @@ class _TooLong(Exception):
 
 
 def _rendered(template: jinja2.Template, messages: list[Any], variables: dict[str, Any]) -> dict[str, str]:
-    """The `text` of a conversation, or why it is `rejected`."""
     try:
         text = template.render(messages=messages, tools=None, documents=None, **variables)
-        text.encode()  # a template can write half a surrogate pair, which is no text
+        text.encode()  # a template can write a lone surrogate
     except MemoryError:
         raise
     except jinja2.TemplateError as error:
         return {"rejected": f"rejected the conversation: {limited.quoted(error)}"}
-    except Exception as error:  # a template raises as any code does: {{ 1/0 }}
+    except Exception as error:  # templates can raise anything: {{ 1/0 }}
         return {"rejected": f"failed on the conversation ({type(error).__name__}: {limited.quoted(error)}); {REMEDY}"}
     given = len(json.dumps(messages, ensure_ascii=False))
     if len(text) > (most := LIMIT_CHARACTERS + LIMIT_TIMES * given):

@@ -1,7 +1,6 @@
-"""Encode and decode text with the `tokenizers` library: load a tokenizer from a Hugging Face folder, or train one.
+"""Text encoding and decoding.
 
-No truncation and no padding here: prompts are never cut, and the pipeline pads. What is said in a conversation must not
-pass for what the chat template writes around it: `guard` marks the special tokens in a text that are mere text.
+Prompts are never cut, and the pipeline pads. `guard` keeps contents from passing as the chat template's special tokens.
 """
 
 import contextlib
@@ -14,10 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tokenizers
 from absl import logging
-from jaxtyping import Bool, Int
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from gspo_jax import foreign, thoughts
@@ -30,7 +27,7 @@ from gspo_jax.errors import UserError
 from gspo_jax.models.config_json import CONFIG, read_if_any, token_id, token_ids
 
 PAD, EOS, TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
-"""Special tokens of a trained tokenizer, with ids 0, 1 and 2."""
+"""Special tokens of a trained tokenizer, ids 0, 1 and 2."""
 
 FILES = (
     "tokenizer.json",
@@ -42,18 +39,17 @@ FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-"""Files of a Hugging Face folder that belong to its tokenizer, of which `Tokenizer.load` needs some."""
+"""Tokenizer files of a Hugging Face folder, not all required."""
 GUARD = "\ufdd0"
-"""Mark inside a special token's text by which `encode` takes it for mere text; Unicode says that it is no character."""
+"""Mark by which `encode` takes a special token for plain text, a Unicode noncharacter."""
 _ALIAS = "\ufdd1%d\ufdd2"
-"""What stands for a special token, by its id, in a text that has guards."""
+"""Alias of a special token in guarded text, by id."""
 _NO_CHARACTERS = re.compile("[\ufdd0-\ufdd2]")
 _SAID = "\N{OBJECT REPLACEMENT CHARACTER}"
-"""Placeholder for what the assistant says."""
 
 _GENERATION = "generation_config.json"
 
-_SPLIT = (  # Qwen's pre-tokenisation: splits digits, so that a digit is the same token in every number.
+_SPLIT = (  # Qwen's pre-tokenisation, with single digits
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
@@ -61,9 +57,8 @@ _SPLIT = (  # Qwen's pre-tokenisation: splits digits, so that a digit is the sam
 class Tokenizer:
     """A tokenizer with its EOS ids, padding id and chat template.
 
-    `eos_ids`: all ids that end a response, that of the token with which the chat template ends a turn first; the first
-    is the one to append. `pad_id`: pads rows on the right. `unk_id`: the unknown token, or None if the tokenizer has
-    none. `behind`: what the chat template writes behind the assistant's last turn.
+    `eos_ids`: ids that end a response, the chat template's end of turn first. `unk_id`: None without an unknown token.
+    `behind`: the chat template's text after a final assistant turn.
     """
 
     def __init__(
@@ -76,11 +71,12 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         clock: str = CLOCK,
     ) -> None:
-        """Wrap `backend`; `settings` is the content of `tokenizer_config.json`, `chat_template` a string or None.
+        """Wrap `backend`.
 
-        `variables` are passed to the chat template of every conversation, which is told the time `clock` (ISO 8601).
+        `settings` is the content of `tokenizer_config.json`, with `chat_template` a string or None. The template gets
+        `variables` and the time `clock` (ISO 8601).
         """
-        backend.no_truncation()  # tokenizer.json may enable both, and prompts must never be cut silently
+        backend.no_truncation()  # tokenizer.json may enable both
         backend.no_padding()
         self.pad_id = pad_id
         self._backend = backend
@@ -102,18 +98,16 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path, *, clock: str = CLOCK, **variables: Any) -> "Tokenizer":
-        """Load the tokenizer of a Hugging Face folder: `tokenizer.json`, and the configuration files that are present.
+        """Load the tokenizer of a Hugging Face folder.
 
-        `variables` are passed to the chat template, such as Qwen3's `enable_thinking`; the time it may ask for is
-        `clock`.
-
-        EOS ids are the union of the token with which the chat template ends a turn, `eos_token` in
-        `tokenizer_config.json`, and `eos_token_id` (one id or a list) in `generation_config.json` and `config.json`.
+        The chat template gets `variables`, such as Qwen3's `enable_thinking`, and the time `clock`. EOS ids are the
+        union of its end-of-turn token, `eos_token` in `tokenizer_config.json`, and `eos_token_id` in
+        `generation_config.json` and `config.json`.
 
         Raises:
           UserError: `tokenizer.json` or every EOS token is missing, a file is malformed, two files give a token
-            different ids, the tokenizer can grow a text without bound, or the chat template fails on a user's turn,
-            leaves out what is said in it, takes too much, or writes a special token that the tokenizer does not have.
+            different ids, the tokenizer can grow a text without bound, or the chat template fails on a user turn, omits
+            it, takes too much, or writes an unknown special token.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -136,12 +130,12 @@ class Tokenizer:
         tokenizer = cls(backend, eos_ids=eos_ids, pad_id=pad_id, settings=settings, variables=variables, clock=clock)
         if "strftime_now" in (settings["chat_template"] or ""):
             logging.warning("%s: the chat template asks for the time and is told data.clock, %s", folder, clock)
-        tokenizer._check_prompt(folder)  # as every prompt; fails now, not once a run has its devices
+        tokenizer._check_prompt(folder)  # fail before a run has its devices
         return tokenizer
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """Train a byte-level BPE tokenizer of at most `vocab_size` tokens, with single digits; deterministic."""
+        """Train a deterministic byte-level BPE tokenizer of at most `vocab_size` tokens, with single digits."""
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         specials = [PAD, EOS, TURN]
         least = len(alphabet) + len(specials)
@@ -164,31 +158,28 @@ class Tokenizer:
         backend.train_from_iterator(texts, trainer)
         settings = {"eos_token": EOS, "pad_token": PAD, "chat_template": None}
         pad, eos = backend.token_to_id(PAD), backend.token_to_id(EOS)
-        assert pad is not None and eos is not None  # both are special tokens of the trainer
+        assert pad is not None and eos is not None
         return cls(backend, eos_ids=[eos], pad_id=pad, settings=settings)
 
     @property
     def vocab_size(self) -> int:
-        """Largest id + 1, added tokens included: the minimum number of rows of an embedding."""
+        """Largest id + 1, added tokens included."""
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
     def special(self) -> list[str]:
-        """Texts of the special tokens, those that mark thoughts among them."""
+        """Texts of all special tokens."""
         return [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`.
-
-        No special tokens are added, but those written in the text are recognised unless `guard` has marked them.
-        """
+        """Return token ids. Special tokens in the text count as such unless marked by `guard`."""
         if GUARD in text:
             return self._encode_guarded(text)
         with backends.panics_told():
             return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return `encode` of each text, on the library's threads."""
+        """Encode texts on the library's threads."""
         with backends.panics_told():
             usual = iter(
                 self._backend.encode_batch_fast([t for t in texts if GUARD not in t], add_special_tokens=False)
@@ -200,19 +191,19 @@ class Tokenizer:
         return [end for index in self.eos_ids if (end := self.decode([index], skip_special=False))]
 
     def guard(self, content: str, role: str = "user") -> str:
-        """Return what `role` says with its special tokens marked, so that `encode` takes them for mere text.
+        """Mark special tokens in `content` as plain text for `encode`.
 
-        Tokens that are added but not special, such as Qwen3's `<think>`, are still recognised, and so are marks of
-        thoughts that are special where the assistant says them.
+        Exceptions are added tokens that are not special, such as Qwen3's `<think>`, and thought marks that the
+        assistant says.
         """
         guarded = self._not_thoughts if role == "assistant" else self._special
         content = _NO_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", content)
-        while guarded.search(content):  # again, since tokens may overlap
+        while guarded.search(content):  # tokens may overlap
             content = guarded.sub(lambda found: f"{found[0][0]}{GUARD}{found[0][1:]}", content)
         return content
 
     def _encode_guarded(self, text: str) -> list[int]:
-        """The token ids of a text with guards, as one text: pieces would each get the beginning of a text."""
+        """Encode a guarded text in one piece, as each piece would count as a text's beginning."""
         backend, of_alias = self._apart
         text = self._special.sub(lambda found: _ALIAS % self._backend.token_to_id(found[0]), text).replace(GUARD, "")
         with backends.panics_told():
@@ -221,7 +212,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _apart(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
-        """A tokenizer that takes special tokens for text and has an alias of each, and the id behind each alias."""
+        """Return a tokenizer that reads special tokens as text and aliases as tokens, and the id of each alias."""
         backend, ids = tokenizers.Tokenizer.from_str(self._backend.to_str()), {}
         for index, token in self._special_tokens().items():
             backend.add_special_tokens([tokenizers.AddedToken(token.content, normalized=token.normalized)])
@@ -233,12 +224,11 @@ class Tokenizer:
         return backend, {vocabulary[alias]: index for alias, index in ids.items()}
 
     def _special_tokens(self) -> dict[int, tokenizers.AddedToken]:
-        """The special tokens by id, and EOS tokens that are not marked as such."""
         added = self._backend.get_added_tokens_decoder()
         return {index: token for index, token in added.items() if token.special or index in self.eos_ids}
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Return the text of `ids`, by default without special tokens, but for those that open or close a thought.
+        """Return the text of `ids`, by default without special tokens except thought marks.
 
         Ids beyond the vocabulary, which a padded model may sample, decode to nothing.
         """
@@ -247,10 +237,7 @@ class Tokenizer:
             return self._backend.decode(said, skip_special_tokens=False)
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """Return the text of a conversation under the chat template; without a template, the contents concatenated.
-
-        Contents are texts, or lists of one part `{"type": "text"}` for a template that writes only such.
-        """
+        """Apply the chat template, or concatenate the contents if there is none."""
         (text,) = self.chat_all([messages], add_generation_prompt)
         if isinstance(text, Rejected):
             raise text
@@ -259,21 +246,20 @@ class Tokenizer:
     def chat_all(
         self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = True
     ) -> list[str | Rejected]:
-        """Return `chat` of each conversation, or what it raises where the chat template rejects one."""
+        """Return `chat` of each conversation, or its Rejected."""
         if self._template is None:
             return ["".join(message["content"] for message in messages) for messages in conversations]
         if self._in_parts:
             conversations = [[chat.in_parts(message) for message in messages] for messages in conversations]
-        return self._template.render_all(conversations, **self._given(add_generation_prompt))
+        return self._template.render(conversations, **self._given(add_generation_prompt))
 
     def _given(self, add_generation_prompt: bool) -> dict[str, Any]:
-        """The variables that the chat template is given beside the conversation."""
         tokens = {key: text_of(value) for key, value in self._settings.items() if key.endswith("_token")}
         given = {key: token for key, token in tokens.items() if token is not None} | self._variables
         return given | {"add_generation_prompt": add_generation_prompt}
 
     def user_turn(self, content: str) -> str:
-        """Return the text between an assistant's EOS and its next turn for a user turn that says `content`."""
+        """Return the text between an assistant's EOS and its next turn if the user says `content`."""
         turns = (("user", "?"), ("assistant", _SAID), ("user", content))
         behind = self.chat([{"role": role, "content": said} for role, said in turns]).partition(_SAID)[2]
         closed = self._added.match(behind.lstrip())
@@ -282,22 +268,16 @@ class Tokenizer:
         return behind.removeprefix(self.behind.rstrip())
 
     def _wants_parts(self) -> bool:
-        """Whether the chat template writes what is said if it is a list of parts, and not if it is a text."""
+        """Return True if the chat template needs contents as lists of parts."""
         turn = {"role": "user", "content": _SAID}
         return self._template is not None and not self._writes(turn) and self._writes(chat.in_parts(turn))
 
     def _writes(self, turn: Mapping[str, Any]) -> bool:
         assert self._template is not None
-        try:
-            return _SAID in self._template.render([turn], **self._given(add_generation_prompt=True))
-        except Rejected:  # `load` says what is wrong
-            return False
+        (text,) = self._template.render([[turn]], **self._given(add_generation_prompt=True))
+        return isinstance(text, str) and _SAID in text  # `load` reports a Rejected
 
     def _check_prompt(self, folder: Path) -> None:
-        """Raise UserError if the chat template of a folder loses a user's question, or writes a token that is none.
-
-        Also if it takes or writes too much on one of a few conversations; each further one has the same limits.
-        """
         prompt = self.chat([{"role": "user", "content": _SAID}])
         if _SAID not in prompt:
             raise UserError(
@@ -311,22 +291,21 @@ class Tokenizer:
                 self.chat(turns, add_generation_prompt=asks)
 
     def _written_behind(self) -> str:
-        """Text that the chat template writes behind the last turn of a conversation, if that is the assistant's."""
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
         try:
             _, found, behind = self.chat(turns, add_generation_prompt=False).rpartition(_SAID)
-        except Rejected:  # `load` says what is wrong
+        except Rejected:  # `load` reports it
             return ""
         return behind if found else ""
 
     def _written_between(self) -> str:
-        """Text that the chat template writes behind an assistant's turn that a user's turn follows, without its own."""
+        """Return the template's text between an assistant turn and the next user turn's opening."""
         turns = [{"role": role, "content": _SAID} for role in ("user", "assistant", "user")]
         try:
             parts = self.chat(turns, add_generation_prompt=False).split(_SAID)
         except Rejected:
             return ""
-        if len(parts) != 4:  # the template leaves one out, or writes it twice
+        if len(parts) != 4:  # one is left out or repeated
             return ""
         first, _, between, _ = parts
         opening, closing = (re.split(f"({self._added.pattern})", text) for text in (first, between))
@@ -336,7 +315,6 @@ class Tokenizer:
         return "".join(closing)
 
     def _with_end_of_turn(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
-        """The EOS ids, that of the token with which the chat template ends a turn first."""
         written = self.behind.strip() or self._written_between().strip()
         found = self._added.match(written)
         end = None if found is None else self._backend.token_to_id(found[0])
@@ -355,7 +333,7 @@ class Tokenizer:
         return tuple(dict.fromkeys([end, *eos_ids]))
 
     def save(self, folder: str | Path) -> None:
-        """Write the files that `load` reads; an existing `generation_config.json` keeps its other keys."""
+        """Write the files that `load` reads."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._backend.save(str(folder / "tokenizer.json"))
@@ -367,13 +345,13 @@ class Tokenizer:
         self.save_stops(folder)
 
     def save_stops(self, folder: Path) -> None:
-        """Write the EOS ids to `generation_config.json`, where inference looks for them; its other keys stay."""
+        """Write the EOS ids to `generation_config.json`, keeping its other keys."""
         ids = {"eos_token_id": list(self.eos_ids), "pad_token_id": self.pad_id}
         _write_json(folder / _GENERATION, read_if_any(folder / _GENERATION) | ids)
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
-    """Raise UserError if the tokenizer has ids without an embedding row; a model may have more rows than ids."""
+    """Raise UserError if a token id has no embedding row."""
     if tokenizer.vocab_size > model_vocab_size:
         raise UserError(
             f"the tokenizer's largest id {tokenizer.vocab_size - 1} does not fit the model's vocabulary of "
@@ -392,7 +370,6 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _template_source(folder: Path, setting: Any) -> str | None:
-    """Return `chat_template.jinja` if it exists, else the setting, which is a string or a list of named templates."""
     path = folder / "chat_template.jinja"
     if foreign.is_file(path, inside=folder):
         try:
@@ -418,12 +395,11 @@ def _template_source(folder: Path, setting: Any) -> str | None:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that finds the longest of these texts, each of at least two characters."""
+    """Return a pattern for the longest of these texts. Guards need two characters."""
     return re.compile("|".join(re.escape(t) for t in sorted(texts, key=len, reverse=True) if len(t) > 1) or r"(?!)")
 
 
 def _token_id(backend: tokenizers.Tokenizer, settings: dict[str, Any], key: str, folder: Path) -> int | None:
-    """Return the id of a special token of `tokenizer_config.json`, None if it is not set."""
     token = settings.get(key)
     if token is None:
         return None
@@ -434,8 +410,3 @@ def _token_id(backend: tokenizers.Tokenizer, settings: dict[str, Any], key: str,
         where = f"{key} {shown!r:.100} in {folder / SETTINGS}"
         raise UserError(f"{where} is not in the tokenizer's vocabulary; set it to a token that is")
     return index
-
-
-def decode_responses(tokenizer: Tokenizer, tokens: Int[np.ndarray, "B T"], mask: Bool[np.ndarray, "B T"]) -> list[str]:
-    """Text of each response, without special tokens."""
-    return [tokenizer.decode(row[keep].tolist()) for row, keep in zip(tokens, mask, strict=True)]

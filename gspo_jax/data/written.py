@@ -1,4 +1,4 @@
-"""Numbers of files as a person writes them: 0.00001 and not 1e-05, 0.1 and not 0.10000000149011612."""
+"""Numbers as a person writes them: 0.00001, not 1e-05, and 0.1, not 0.10000000149011612."""
 
 from collections.abc import Mapping
 from decimal import Decimal
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def number_text(value: float) -> str:
-    """Return a finite number without an exponent, in the fewest digits that tell it from others; 5.0 is "5"."""
+    """Return a finite number without an exponent, in the fewest digits that identify it. 5.0 is "5"."""
     if isinstance(value, int):
         return str(value)
     text = format(Decimal(repr(float(value))), "f").removesuffix(".0")
@@ -16,20 +16,20 @@ def number_text(value: float) -> str:
 
 
 def widen(values: np.ndarray | np.generic) -> np.ndarray | np.generic:
-    """Return floats of less than 64 bits as those that are written alike: the float32 0.1 as the float64 0.1."""
+    """Return narrow floats as the float64 with the same digits: float32 0.1 as float64 0.1."""
     narrow = values.dtype.kind == "f" and values.dtype.itemsize < np.dtype(np.float64).itemsize
     return values.astype(np.str_).astype(np.float64) if narrow else values
 
 
 def widened(kind: Any) -> Any:
-    """Return the pyarrow type to which a value of another one is widened, by `widen_as` where it is inside others."""
+    """Return the pyarrow type that `kind` is widened to."""
     import pyarrow as pa
 
     return pa.float64() if kind in (pa.float16(), pa.float32()) else kind
 
 
 def widen_as(value: Any, kind: Any) -> Any:
-    """Return a value that pyarrow read with its narrow floats widened, by its pyarrow type."""
+    """Widen the narrow floats in a value read by pyarrow."""
     import pyarrow.types as is_
 
     if value is None:

@@ -1,8 +1,6 @@
-"""Grouped matmul beside low-rank adapters, y = x W + s (x A) B with a W, an A and a B for each expert.
+"""Grouped matmul with low-rank adapters: y = x W + s (x A) B, with one W, A and B per expert.
 
-On TPU the kernels that multiply by W compute the adapters' products too, of all matrices at once, and add them before
-they write y, as they do with the gradient of x. Elsewhere the products are grouped matmuls of their own, and added up.
-Matrices that every token passes, and their adapters, are multiplied in models/matrices.py.
+On TPU the kernels add up all products before they write y or the gradient of x.
 """
 
 import itertools
@@ -14,30 +12,36 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from gspo_jax.kernels import adapted_matmul_tpu, grouped_matmul_tpu
 from gspo_jax.kernels.backend import platform
-from gspo_jax.kernels.grouped_matmul import Scaled, Weights, grouped_matmuls, stacked_matmuls, values_and_scales
+from gspo_jax.kernels.grouped_matmul import (
+    Weights,
+    all_layers,
+    grouped_matmuls,
+    stacked_matmuls,
+    tpu_products,
+    values_and_scales,
+)
 from gspo_jax.kernels.grouped_matmul_tpu import Thin
 
 
 @struct.dataclass
 class LowRank:
-    """The matrices of an adapter; experts have one pair each, [E, n, r] and [E, r, m]."""
+    """An adapter's matrices. Experts have one pair each."""
 
     a: Float[Array, "*E n r"]
     b: Float[Array, "*E r m"]
     scale: float = struct.field(pytree_node=False)
-    """Factor of their product."""
 
     def __call__(self, x: Float[Array, "*N n"]) -> Float[Array, "*N m"]:
-        """s (x A) B, in x's dtype; the thin product is scaled, and no matrix."""
+        """Return s (x A) B in x's dtype."""
         return (x @ self.a * self.scale) @ self.b
 
 
 Lows = tuple[LowRank | None, ...]
-"""The adapter of each matrix, None for one without."""
+"""None: no adapter."""
 
 
 def adapted_matmuls(
@@ -49,19 +53,16 @@ def adapted_matmuls(
     layer: Int[Array, ""] | None = None,
     likely: int | None = None,
 ) -> list[Float[Array, "N F"]]:
-    """Multiply each row by the matrices of its group and by their adapters: out_i[n] = rows[n] @ (W_i + s_i A_i B_i).
+    """Multiply each row by its group's adapted matrices: out_i[n] = rows[n] @ (W_i + s_i A_i B_i).
 
-    Rows beyond the groups are undefined, in the output as in the gradient.
+    Rows past the groups are undefined, also in the gradient.
 
     Args:
       rows: sorted by group.
-      weights: all of one shape, and all or none in int8. Beside adapters they are frozen: nothing may ask for their
-        gradient, which on TPU is not computed.
-      lows: their adapters.
-      group_sizes: int32, summing to at most N.
-      layer: the layer to take from weights of all layers, [L, E, D, F], without a gradient; adapters and scales are
-        the layer's. None if the weights are one layer's.
-      likely: expected total of `group_sizes`, a tuning hint; None expects all N rows in use.
+      weights: of one shape, all or none in int8. With adapters they are frozen: on TPU they get no gradient.
+      layer: the layer of weights [L, E, D, F], without a gradient; None: one layer's weights. Adapters and scales are
+        always one layer's.
+      likely: expected sum of `group_sizes`, a tuning hint; None: N.
     """
     run = _together if platform() == "tpu" and any(low is not None for low in lows) else _apart
     return run(rows, weights, lows, group_sizes, layer=layer, likely=likely)
@@ -76,8 +77,7 @@ def _apart(
     layer: Array | None,
     likely: int | None,
 ) -> list[Array]:
-    """`adapted_matmuls` by a grouped matmul for each product, which are added up."""
-    thin = partial(grouped_matmuls, group_sizes=group_sizes, tail=False, likely=likely)
+    thin = partial(grouped_matmuls, group_sizes=group_sizes, likely=likely)
     given = [low for low in lows if low is not None]
     inner = tuple(low.a for low in given)
     if layer is None:  # rows are read once
@@ -91,10 +91,9 @@ def _apart(
 
 
 def _side_by_side(lows: Lows, dtype: Any) -> Thin:
-    """The adapters of matrices of which one or more have any, as one of rank R, the sum of theirs.
+    """Concatenate adapters, each B zero in the rows of the others.
 
-    B of each matrix is zero in the rows of other adapters than its own. A rank of one gets a second row of zeros: the
-    TPU compiler takes no product over a single column.
+    A rank of one gets a second row of zeros: the TPU compiler rejects products over a single column.
     """
     given = [low for low in lows if low is not None]
     ranks = [0 if low is None else low.a.shape[-1] for low in lows]
@@ -125,30 +124,19 @@ def _together(
     likely: int | None,
     interpret: bool = False,
 ) -> list[Array]:
-    """`adapted_matmuls` by the kernels for TPU."""
     thin = _side_by_side(lows, rows.dtype)
     if layer is None:
         return _fused(rows, weights, thin, group_sizes, likely, interpret)
-    whole = tuple(w._replace(values=_flat(w.values)) if isinstance(w, Scaled) else _flat(w) for w in weights)
-    return _products(rows, whole, thin, group_sizes, layer=layer, likely=likely, interpret=interpret)
-
-
-def _flat(w: Shaped[Array, "L E D F"]) -> Shaped[Array, "M D F"]:
-    """The matrices of all layers in one dimension."""
-    return w.reshape(-1, *w.shape[2:])
-
-
-def _products(rows: Array, weights: tuple[Weights, ...], thin: Thin, group_sizes: Array, **options: Any) -> list[Array]:
-    values, scales = values_and_scales(weights)
-    return list(grouped_matmul_tpu.matmuls(rows, values, group_sizes, scales=scales, thin=thin, **options))
+    options: Any = {"layer": layer, "likely": likely, "interpret": interpret}
+    return list(tpu_products(rows, all_layers(weights), group_sizes, thin=thin, **options))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _fused(
     rows: Array, weights: tuple[Weights, ...], thin: Thin, group_sizes: Array, likely: int | None, interpret: bool
 ) -> list[Array]:
-    """The products; only rows and adapters have a gradient."""
-    return _products(rows, weights, thin, group_sizes, likely=likely, interpret=interpret)
+    """Differentiable in rows and adapters only."""
+    return list(tpu_products(rows, weights, group_sizes, thin=thin, likely=likely, interpret=interpret))
 
 
 def _backward(

@@ -1,7 +1,6 @@
-"""Gradients of adapters beside grouped matmuls on TPU: a Pallas kernel that reads rows and cotangents once for all.
+"""Gradients of adapters on TPU: one Pallas kernel reads rows and cotangents once for all.
 
-The thin products are computed again here, of blocks that are in VMEM anyway: they are never in main memory, where their
-few columns would take whole lanes.
+It recomputes the thin products in VMEM. In main memory their few columns would take whole lanes.
 """
 
 import functools
@@ -21,8 +20,7 @@ from gspo_jax.kernels.visits_tpu import VMEM, accumulate, row_tile, schedule, ta
 
 
 def _kernel(group: Any, tile: Any, first: Any, end: Any, rows: Any, *refs: Any, n: int) -> None:
-    """Sum up, over the visits of a group, the outer products that its matrices have as gradients."""
-    del tile  # used by the index maps only
+    del tile
     grads, inner, (factors,), outer, outs, totals = taken(refs, n, 1, 1, n, n + 1, n + 1)
 
     def add(x: Array, *gs: Array) -> None:
@@ -42,17 +40,10 @@ def gradient(
     likely: int | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "E R D"], tuple[Float[Array, "E R F"], ...]]:
-    """Compute the gradients of `thin.first`, one matrix per group here, and of each of `thin.second`.
+    """Compute the gradients of `thin.first` (one matrix per group here) and of each of `thin.second`.
 
-    Accumulated in float32 and rounded once to the rows' dtype. Rows past the last group are not read.
-
-    Args:
-      rows: sorted by group.
-      grads: the outputs' cotangents.
-      thin: the way from rows to outputs.
-      group_sizes: summing to at most N.
-      likely: expected total of `group_sizes`, a tuning hint; None expects all N rows in use.
-      interpret: run the kernel on any backend, slowly, for tests; not supported inside `jax.shard_map`.
+    Accumulated in float32, rounded once to the rows' dtype. Rows past the last group are not read. Arguments as in
+    `grouped_matmul_tpu.matmuls`.
 
     Raises:
       UserError: the gradients of a group do not fit VMEM.
@@ -88,6 +79,6 @@ def gradient(
             name=f"grouped_outer_thin_{tile}",
         )(*args)
 
-    # Groups without rows are visited too: their gradient is zero and must be written.
+    # Empty groups too: their zero gradient must be written.
     d_first, *d_second = unchecked(run, counts[1], *visits, rows, *grads, *thin.first, thin.factors, *thin.second)
     return d_first, tuple(d_second)

@@ -1,7 +1,7 @@
 """Softmax attention with grouped key/value heads (GQA) and float32 scores.
 
-On TPU, prefill uses the kernel of attention_tpu.py, and decode attention over a slot's own tokens that of
-decode_attention_tpu.py. Everything else is plain XLA. The trainer's attention is in packed_attention.py.
+On TPU, prefill and attention over a slot's own tokens use kernels (attention_tpu.py, decode_attention_tpu.py), all else
+plain XLA. The trainer uses packed_attention.py.
 """
 
 from typing import NamedTuple
@@ -17,15 +17,13 @@ from gspo_jax.kernels.kv import KV, each, parts, take
 from gspo_jax.kernels.scopes import at_most
 
 _MASKED = -1e30
-"""Masked score; finite, so that the softmax of a row without a visible key (padding) is finite instead of NaN."""
+"""Masked score. Finite, so that the softmax of padding is not NaN."""
 
 
 _TPU_QUERIES = 32
-"""Queries per slot, most of them of no use, in a block of prompts on TPU: the operations of one more block would take
-longer to begin than some more prompts and queries take to compute."""
+"""Queries per slot in a block of prompts on TPU, mostly unused: another block would take longer to start."""
 _MIN_CHUNK, _MAX_CHUNKS = 64, 8
-"""Minimum queries per chunk, and maximum number of chunks: scores exist for one chunk at a time, and each chunk is
-unrolled into its own code. Long rows therefore hold one eighth of the [T, N] scores at a time."""
+"""Minimum queries per chunk, and maximum chunks, which are unrolled. Only one chunk's scores exist at a time."""
 
 
 def causal_attention(
@@ -34,16 +32,16 @@ def causal_attention(
     v: Float[Array, "B T Kv h"],
     valid: Bool[Array, "B T"],
 ) -> Float[Array, "B T H h"]:
-    """Causal attention softmax(q k^T / sqrt(h)) v over the valid keys, as a prefill needs it.
+    """Return causal attention softmax(q k^T / sqrt(h)) v over the valid keys, for a prefill.
 
-    Query head i reads key/value head i // (H / Kv). The output has q's dtype. A query that sees no key gets 0, on TPU
-    an unspecified finite value. Off TPU, one chunk of queries at a time attends to the keys up to its end.
+    Query head i reads key/value head i // (H / Kv). A query that sees no key gets 0, or on TPU an unspecified finite
+    value.
     """
     if platform() == "tpu":
         return attention_tpu.attention(q, k, v, valid)
     B, T, H, h = q.shape
     Kv, heads = k.shape[2], H // k.shape[2]
-    # All query heads that read one key head are folded into one matmul.
+    # One matmul for all query heads of a key head.
     q = jnp.moveaxis(q.reshape(B, T, Kv, heads, h), 1, 3)
     k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
     size = max(_MIN_CHUNK, -(-T // _MAX_CHUNKS))
@@ -53,13 +51,12 @@ def causal_attention(
 
 
 def _attend(q: Array, k: Array, v: Array, valid: Array, rows: slice) -> Array:
-    """The attention [B, Kv, g, t, h] of the queries in `rows` over all keys up to the last of them."""
     n, width = rows.stop, q.shape[-1]
     scores = _matmul_float32(_merged(q), jnp.swapaxes(k[:, :, :n], 2, 3)).reshape(*q.shape[:-1], n)
     seen = jnp.arange(n)[None] <= jnp.arange(rows.start, n)[:, None]
     seen = (seen[None] & valid[:, None, :n])[:, None, None]
     scores = jnp.where(seen, scores * width**-0.5, _MASKED)
-    # For a row with only masked scores this floor makes all probabilities underflow to exactly 0.
+    # With this floor, all probabilities of a fully masked row underflow to exactly 0.
     highest = jnp.maximum(scores.max(axis=-1, keepdims=True), _MASKED / 10)
     probs = jnp.exp(scores - highest)
     total = jnp.maximum(probs.sum(axis=-1, keepdims=True), 1e-30)
@@ -68,7 +65,6 @@ def _attend(q: Array, k: Array, v: Array, valid: Array, rows: slice) -> Array:
 
 
 def _merged(x: Array) -> Array:
-    """Merge heads and tokens: [B, Kv, g, t, m] -> [B, Kv, g t, m]."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
@@ -77,28 +73,26 @@ def _matmul_float32(a: Array, b: Array) -> Array:
 
 
 class _PartialSoftmax(NamedTuple):
-    """Unnormalised softmax over some of the keys, which can be merged with those over other keys; all float32."""
+    """Unnormalised softmax over some of the keys; all float32."""
 
     out: Float[Array, "*b h"]
     """Σ exp(score − highest) · value."""
     highest: Float[Array, "*b 1"]
-    """Maximum score."""
     total: Float[Array, "*b 1"]
     """Σ exp(score − highest)."""
 
     def merge(self, other: "_PartialSoftmax") -> "_PartialSoftmax":
-        """Return the softmax over the keys of both."""
         highest = jnp.maximum(self.highest, other.highest)
         a, b = jnp.exp(self.highest - highest), jnp.exp(other.highest - highest)
         return _PartialSoftmax(self.out * a + other.out * b, highest, self.total * a + other.total * b)
 
 
 def _partial_softmax(q: Float[Array, "*b T h"], k: KV, v: KV, seen: Array) -> _PartialSoftmax:
-    """Softmax of queries over the keys [*b, N, h] that they see; `seen` broadcasts to the scores' shape [*b, T, N]."""
+    """`seen` broadcasts to the scores [*b, T, N]."""
     (keys, key_scale), (values, value_scale) = parts(k), parts(v)
     scores = _of_columns(_matmul_float32(q, keys.astype(q.dtype).mT), key_scale)
     scores = jnp.where(seen, scores * q.shape[-1] ** -0.5, _MASKED)
-    # For a query with only masked scores this floor makes all probabilities underflow to exactly 0.
+    # As in `_attend`.
     highest = jnp.maximum(scores.max(axis=-1, keepdims=True), _MASKED / 10)
     probs = jnp.exp(scores - highest)
     out = _matmul_float32(_of_columns(probs, value_scale).astype(q.dtype), values.astype(q.dtype))
@@ -106,30 +100,24 @@ def _partial_softmax(q: Float[Array, "*b T h"], k: KV, v: KV, seen: Array) -> _P
 
 
 def _of_columns(x: Float[Array, "*b T N"], scale: Float[Array, "*b N"] | None) -> Float[Array, "*b T N"]:
-    """x times the scale of each column; None: 1."""
     return x if scale is None else x * scale[..., None, :]
 
 
 @struct.dataclass
-class Rows:
-    """Mapping between slots and the P·G responses, and the prompts that the slots need; the same for all layers.
-
-    Prompts are read in blocks, sized so that the slots could hold the whole groups of a block's prompts, on TPU
-    `_TPU_QUERIES` times as many.
-    """
+class SlotRows:
+    """Mapping between slots and the P·G responses, and the prompt blocks that slots need, for all layers."""
 
     responses: Int[Array, " B"]
-    """Response in each slot; P·G for an inactive slot."""
+    """Response in each slot; P·G if inactive."""
     slots: Int[Array, " n"]
-    """Slot of each response; meaningless for a response that is in no slot."""
+    """Slot of each response; meaningless if it has none."""
     blocks: Int[Array, " m"]
-    """Ids of the prompt blocks, those needed by a slot first."""
+    """Prompt block ids, needed ones first."""
     needed: Int[Array, ""]
-    """Number of blocks needed by a slot."""
 
     @classmethod
-    def of(cls, responses: Int[Array, " B"], active: Bool[Array, " B"], prompts: int, group_size: int) -> "Rows":
-        """Build the mapping for slots that hold these responses where they are active."""
+    def of(cls, responses: Int[Array, " B"], active: Bool[Array, " B"], prompts: int, group_size: int) -> "SlotRows":
+        """Build the mapping of slots that hold `responses` where `active`."""
         B, n = responses.shape[0], prompts * group_size
         count = n // (_prompts_per_block(B, prompts, group_size) * group_size)
         responses = jnp.where(active, responses, n)
@@ -155,26 +143,20 @@ def decode_attention(
     layer: Int[Array, ""],
     step: Int[Array, ""],
     ages: Int[Array, " B"],
-    rows: Rows | None,
+    rows: SlotRows | None,
 ) -> Float[Array, "B H h"]:
-    """Decode attention: one query per slot and one softmax over the keys of its prompt and of its own tokens.
+    """Return the attention of one query per slot, in one softmax over its prompt and its own tokens.
 
-    A prompt's keys are stored once for its group. A slot's own keys lie in a ring of N segments of C columns; this
-    step's column is `step` modulo N·C, and a slot sees its newest `ages` columns. The ring may have room for more slots
-    than there are queries. Only the prompt blocks and ring segments that some slot sees are read. The output of a slot
-    of age 0 is undefined.
+    A group shares its prompt's keys. A slot's own keys are its newest `ages` columns in a ring of N segments of C
+    columns. This step's column is `step` modulo N·C. The ring may have room for more slots than queries. Only blocks
+    and segments that some slot sees are read. A slot of age 0 gets an undefined output.
 
     Args:
-      q: queries.
-      prompt_k: keys of the prompts in all layers, of which `layer` is read, [L, P, Kv, S, h].
-      prompt_v: values of the prompts.
-      prompt_lengths: number of valid tokens of each prompt, of the S that fit.
-      k: keys of the slots' own tokens, [L, N, R, Kv, C, h].
-      v: values of the slots' own tokens.
-      layer: index of the current layer.
-      step: number of columns written before this step.
-      ages: number of own tokens of each slot, this step's included.
-      rows: mapping between slots and responses; None if slot b holds response b, for all P·G responses.
+      prompt_k, prompt_v: of all layers, [L, P, Kv, S, h].
+      k, v: of all layers, [L, N, R, Kv, C, h].
+      step: columns written before this step.
+      ages: own tokens of each slot, including this step's.
+      rows: None if slot b holds response b, for all P·G responses.
     """
     B, H, h = q.shape
     Kv = prompt_k.shape[2]
@@ -194,10 +176,7 @@ def decode_attention(
 
 
 def _attend_prompts(q: Float[Array, "n Kv g h"], k: KV, v: KV, lengths: Array) -> _PartialSoftmax:
-    """Attend from the queries of all responses to some prompts, in order, to these prompts.
-
-    The queries of a group that share a key head form one matrix.
-    """
+    """A group's queries form one matrix per key head."""
     P, Kv, S, h = k.shape
     n, _, g, _ = q.shape
     grid = jnp.swapaxes(q.reshape(P, n // P, Kv, g, h), 1, 2).reshape(P, Kv, -1, h)
@@ -207,7 +186,7 @@ def _attend_prompts(q: Float[Array, "n Kv g h"], k: KV, v: KV, lengths: Array) -
     )
 
 
-def _attend_prompt_blocks(q: Array, k: KV, v: KV, lengths: Array, layer: Array, rows: Rows) -> _PartialSoftmax:
+def _attend_prompt_blocks(q: Array, k: KV, v: KV, lengths: Array, layer: Array, rows: SlotRows) -> _PartialSoftmax:
     B, Kv, g, h = q.shape
     _, P, _, S, _ = k.shape
     n, m = rows.slots.shape[0], rows.blocks.shape[0]
@@ -233,7 +212,6 @@ def _attend_prompt_blocks(q: Array, k: KV, v: KV, lengths: Array, layer: Array, 
 def _attend_own_tokens(
     found: _PartialSoftmax, q: Array, k: KV, v: KV, layer: Array, step: Array, ages: Array
 ) -> _PartialSoftmax:
-    """Merge the softmax over each slot's own tokens into `found`, one ring segment at a time."""
     _, N, _, Kv, C, h = k.shape
     B = q.shape[0]
     first = jnp.maximum(step + 1 - ages.max(), 0) // C

@@ -1,4 +1,4 @@
-"""Detection of the backend that the current trace targets, what it requires, and types under manual mesh axes."""
+"""The backend of the current trace, and types under manual mesh axes."""
 
 import re
 from collections.abc import Callable
@@ -11,29 +11,25 @@ from jax.sharding import PartitionSpec
 from gspo_jax.errors import UserError
 
 MIN_CAPABILITY = 8.0
-"""Compute capability of the oldest GPUs, Ampere, with bfloat16 arithmetic and cuDNN's attention."""
+"""Ampere's, the first with bfloat16 and cuDNN attention."""
 
 
 def platform() -> str:
-    """Return the platform that the traced code will run on: that of the mesh in scope, else jax's default backend.
+    """Return the platform of the mesh in scope, else jax's default.
 
-    It is known at trace time, so only one implementation is traced; `jax.lax.platform_dependent` would trace them all.
+    It is known at trace time: only one implementation is traced, while `jax.lax.platform_dependent` traces all.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
 def capability(text: str) -> float | None:
-    """Return a compute capability, such as "8.6", as a number; None if the text has none, such as "[N/A]"."""
+    """Return a compute capability like "8.6" as a number; None for text like "[N/A]"."""
     return float(text) if re.fullmatch(r"\d+\.\d+", text) else None
 
 
 def check_dtype(dtype: str, device: Any) -> None:
-    """Check that a device computes in `dtype`, a value of `model.dtype`.
-
-    Raises:
-      UserError: the dtype is bfloat16 and the device a GPU older than Ampere: cuDNN has no attention for it.
-    """
+    """Raise a UserError for bfloat16 (`model.dtype`) on a GPU older than Ampere, which lacks cuDNN attention."""
     if dtype != "bfloat16" or device.platform != "gpu":
         return
     number = capability(device.compute_capability)
@@ -45,12 +41,10 @@ def check_dtype(dtype: str, device: Any) -> None:
 
 
 def compiler_options() -> dict[str, str] | None:
-    """Return the non-default `jax.jit(compiler_options=…)` for the current platform; None for the defaults.
+    """Return the non-default `jax.jit(compiler_options=…)` for the current platform, if any.
 
-    On TPU, a reduce-scatter over a whole slice stays a reduce-scatter; by default it becomes an all-reduce, with twice
-    the bytes. Chips with sparse cores (v5p, v6e) run all-gathers and reduce-scatters on them while the other cores
-    compute. Matmuls therefore need not be decomposed to overlap with the arrival of their operands (windowed einsum),
-    which would cost memory traffic.
+    On TPU, a reduce-scatter over a whole slice would by default become an all-reduce with twice the bytes. Sparse cores
+    (v5p, v6e) run collectives while the others compute, so matmuls need no windowed einsum, which costs memory traffic.
     """
     if platform() != "tpu":
         return None
@@ -60,7 +54,7 @@ def compiler_options() -> dict[str, str] | None:
 
 
 def varying_like(x: Array, *others: Array) -> Array:
-    """Mark x as varying over the manual mesh axes that the others vary over, as required of a loop carry."""
+    """Mark x as varying over the others' manual mesh axes, as a loop carry must be."""
     axes = (
         frozenset().union(*(jax.typeof(o).manual_axis_type.varying for o in others))
         - jax.typeof(x).manual_axis_type.varying
@@ -69,10 +63,7 @@ def varying_like(x: Array, *others: Array) -> Array:
 
 
 def unchecked(kernel: Callable[..., Any], *args: Array) -> Any:
-    """Run a kernel whose output types do not declare the manual mesh axes they vary over, and add the declaration.
-
-    `jax.shard_map` checks these types and would reject the kernel otherwise.
-    """
+    """Run a kernel and declare the manual mesh axes that its outputs vary over, as `jax.shard_map` demands."""
     axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in args))
     if not axes:
         return kernel(*args)

@@ -1,7 +1,6 @@
-"""Decode attention of slots over their own tokens on TPU: a kernel that reads the ring KV cache in place.
+"""Decode attention of slots over their own tokens on TPU, reading the ring KV cache in place.
 
-A loop over segments would write out the scores of each one and could not prefetch across iterations. The kernel fetches
-one block of columns while it computes on the previous one, and writes nothing but the result.
+Unlike a loop over segments, the kernel prefetches the next block of columns, and writes only the result.
 """
 
 from typing import Any
@@ -17,13 +16,13 @@ from gspo_jax.kernels.kv import KV, head_bytes, parts
 _MASKED = -1e30
 _LANES = 128
 _BLOCK_BYTES = 2**20
-"""Bytes of keys, and again of values, fetched per grid step: enough to hide the overhead of a step."""
+"""Bytes of keys, and of values, per grid step: enough to hide its overhead."""
 
 
 def block_columns(size: int, column_bytes: int, *, scaled: bool = False) -> int:
-    """Columns per block: the largest divisor of the segment length `size` in whole tiles that fits `_BLOCK_BYTES`.
+    """Return the columns per block: the largest divisor of `size` in whole tiles within `_BLOCK_BYTES`.
 
-    Scales have columns on lanes, so that with them tiles are wider.
+    Scales have columns on lanes, which makes tiles wider.
     """
     fitting = (c for c in range(size, 0, -1) if size % c == 0 and c * column_bytes <= _BLOCK_BYTES)
     return next((c for c in fitting if c == size or c % (_LANES if scaled else 16) == 0), size)
@@ -37,11 +36,7 @@ def _kernel(
     ages_ref: Any,
     *refs: Any,
 ) -> None:
-    """Merge one block of a slot's columns into the slot's running softmax, which is kept in the outputs.
-
-    `refs` are those of queries, keys, values, the scales of both if they have any, and the three outputs.
-    """
-    del layer_ref, begins_ref  # used by the block index map only
+    del layer_ref, begins_ref
     q_ref, k_ref, v_ref, *scales, out_ref, highest_ref, total_ref = refs
     heads, columns = k_ref.shape[:2]
     age, i = ages_ref[pl.program_id(0)], pl.program_id(1)
@@ -52,7 +47,7 @@ def _kernel(
         highest_ref[...] = jnp.full_like(highest_ref, _MASKED / 10)
         total_ref[...] = jnp.zeros_like(total_ref)
 
-    start = step_ref[0] - (first_ref[0] + i) * columns  # age of the block's first column, in steps
+    start = step_ref[0] - (first_ref[0] + i) * columns
 
     @pl.when(start - (columns - 1) < age)
     def _() -> None:
@@ -84,22 +79,21 @@ def ring_softmax(
     ages: Int[Array, " B"],
     interpret: bool = False,
 ) -> tuple[Float[Array, "B Kv g h"], Float[Array, "B Kv g 1"], Float[Array, "B Kv g 1"]]:
-    """Softmax of one layer's queries over each slot's newest `ages` columns of a ring, the newest at `step` modulo N·C.
+    """Return the softmax of one layer's queries over each slot's newest `ages` columns of a ring.
 
-    Returns Σ exp(score − highest) · value, the highest score, and Σ exp(score − highest), all float32. Only the blocks
-    that a slot sees are read. Keys and values are those of all layers, [L, N, R, Kv, C, h]. The ring may have room for
-    more slots than there are queries. `interpret` runs the kernel on any backend, slowly, for tests.
+    The outputs are Σ exp(score − highest) · value, the highest score, and Σ exp(score − highest), all float32. Keys and
+    values are [L, N, R, Kv, C, h] with R >= B. The newest column is `step` modulo N·C.
     """
     (B, Kv, g, h), (N, C) = q.shape, (k.shape[1], k.shape[4])
     (keys, key_scale), (values, value_scale) = parts(k), parts(v)
     scales = [scale for scale in (key_scale, value_scale) if scale is not None]
-    if not interpret:  # all layers' scales fit in VMEM, and the compiler may copy them there for every call
+    if not interpret:  # else the compiler may copy all layers' scales to VMEM in every call
         scales = [pltpu.with_memory_space_constraint(scale, pltpu.HBM) for scale in scales]
     column_bytes = Kv * head_bytes(h, keys.dtype, scaled=bool(scales))
     columns = block_columns(C, column_bytes, scaled=bool(scales))
     per_segment = C // columns
-    # Block numbers keep counting up like steps: a block that is being overwritten is visited twice, under its old and
-    # its new number, with different columns visible.
+    # Block numbers count up like steps: a block being overwritten is visited under its old and its new number, with
+    # different columns visible.
     newest = step // columns
     begins = jnp.minimum(jnp.maximum(step + 1 - ages, 0) // columns, newest)
     first = begins.min()
@@ -108,7 +102,7 @@ def ring_softmax(
         return b, 0, 0, 0
 
     def block(b: Any, i: Any, layer: Any, step: Any, first: Any, begins: Any, ages: Any) -> tuple[Any, ...]:
-        # Grid steps before a slot's first block map to that block, so that it is prefetched, and fetched only once.
+        # Steps before a slot's first block map to it: it is prefetched, and fetched once.
         at = jnp.maximum(first[0] + i, begins[b]) % (N * per_segment)
         return layer[0], at // per_segment, b, 0, at % per_segment, 0
 

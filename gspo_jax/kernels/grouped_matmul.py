@@ -1,7 +1,7 @@
-"""Grouped matmul, rows times the weights of their expert: one function with the best implementation per backend.
+"""Grouped matmul: rows times their expert's weights.
 
-CPU: loops over blocks of each expert's rows, so that the cost scales with the rows, not with the experts. TPU: Pallas
-kernels. Elsewhere: `jax.lax.ragged_dot`.
+CPU: loops over blocks of rows, at a cost that follows rows, not experts. TPU: Pallas kernels. Elsewhere:
+`jax.lax.ragged_dot`.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Tree = TypeVar("Tree")
 
 
 class Scaled(NamedTuple):
-    """Weights in int8, whose products are multiplied by a scale for each column; they have no gradient."""
+    """Int8 weights without a gradient. Products are multiplied by a scale per column."""
 
     values: Int8[Array, "*E D F"]
     scale: Float[Array, "*E F"]
@@ -27,15 +27,14 @@ class Scaled(NamedTuple):
 
 
 Weights = Array | Scaled
-"""A matrix for each group, in the rows' dtype or in int8."""
+"""One matrix per group."""
 
 _BLOCK, _STEP = 64, 16
-"""Rows per block on CPU, and the granularity of a group's smaller last block: large enough for the matmul to run at
-full speed, small enough that the padding rows cost little."""
+"""Rows per block on CPU, and the granularity of a group's last block: full speed with little padding."""
 
 
 class _Group(NamedTuple):
-    """The rows [first, end) of one expert: `full` whole blocks, then a remainder starting at row `rest`."""
+    """The rows [first, end) of one expert: `full` blocks, then a remainder from row `rest`."""
 
     expert: Array
     first: Array
@@ -45,17 +44,16 @@ class _Group(NamedTuple):
 
     @property
     def steps(self) -> Array:
-        """The remainder's rows in units of `_STEP`."""
         return (self.end - self.rest + _STEP - 1) // _STEP
 
     def has(self, start: Array, rows: int, since: Array) -> Bool[Array, "n 1"]:
-        """Return which of the `rows` rows from `start` are among the group's rows from row `since` on."""
+        """Mask the group's rows in [start, start + rows), from row `since` on."""
         at = start + jnp.arange(rows)
         return ((at >= since) & (at < self.end))[:, None]
 
 
 def _for_groups(group_sizes: Int[Array, " E"], one: Callable[[_Group, Tree], Tree], out: Tree) -> Tree:
-    """Fold out = one(group, out) over the experts that have rows, in order; empty experts cost nothing."""
+    """Fold out = one(group, out) over the experts with rows, in order."""
     ends = jnp.cumsum(group_sizes)
 
     def visit(state: tuple[Array, Tree]) -> tuple[Array, Tree]:
@@ -76,9 +74,9 @@ def _blocked(
     *,
     first: Array | int = 0,
 ) -> tuple[Array, ...]:
-    """Compute product(rows[n], weights[e(n)]) block by block, of one or several arrays; zero past the last group.
+    """Compute product(rows[n], weights[first + e(n)]) block by block, zero past the last group.
 
-    The first group's matrices are weights[first]. Those in int8 come in the rows' dtype, converted once for a group.
+    Int8 matrices are converted once per group.
     """
     n, dtype = rows[0].shape[0], rows[0].dtype
     step = min(_STEP, n)
@@ -114,14 +112,13 @@ def _blocked(
 
 
 def scaled(x: Array, scale: Array) -> Array:
-    """x times the scale, one for each column or an array like x, multiplied in float32 and in x's dtype again."""
+    """Return x · scale, one per column or shaped like x, multiplied in float32, in x's dtype."""
     return (x.astype(jnp.float32) * scale.reshape((1,) * (x.ndim - scale.ndim) + scale.shape)).astype(x.dtype)
 
 
 def _blocked_products(
     rows: Array, weights: Sequence[Weights], group_sizes: Array, *, first: Array | int = 0
 ) -> tuple[Array, ...]:
-    """Compute out_i[n] = rows[n] @ weights_i[e(n)] block by block."""
 
     def product(rows: Sequence[Array], weights: Sequence[Weights]) -> tuple[Array, ...]:
         return tuple(scaled(rows[0] @ w.values, w.scale) if isinstance(w, Scaled) else rows[0] @ w for w in weights)
@@ -130,7 +127,6 @@ def _blocked_products(
 
 
 def _blocked_transposed(grads: Sequence[Array], weights: Sequence[Weights], group_sizes: Array) -> Array:
-    """Compute Σ_i grads_i[n] @ weights_i[e(n)]^T block by block."""
 
     def product(grads: Sequence[Array], weights: Sequence[Weights]) -> tuple[Array, ...]:
         each = (
@@ -143,7 +139,7 @@ def _blocked_transposed(grads: Sequence[Array], weights: Sequence[Weights], grou
 
 
 def _blocked_outer(rows: Array, grads: Sequence[Array], group_sizes: Array) -> tuple[Array, ...]:
-    """Compute dW_i[e] = Σ rows[n] grads_i[n]^T over the rows n of expert e, block by block, accumulated in float32."""
+    """Accumulate in float32."""
     n = rows.shape[0]
     product = partial(jnp.einsum, "nd,nf->df", preferred_element_type=jnp.float32)
 
@@ -159,7 +155,7 @@ def _blocked_outer(rows: Array, grads: Sequence[Array], group_sizes: Array) -> t
             x, *gs = (jnp.where(inside, _take(a, start, block), 0) for a in (rows, *grads))
             return tuple(product(x, g) for g in gs)
 
-        # Branches that return a whole buffer, and not a sum alone, would copy it.
+        # Branches that return the whole buffer would copy it.
         nothing = tuple(varying_like(jnp.zeros(out.shape[1:], out.dtype), out) for out in outs)
         parts = (partial(part, min(rows, n)) for rows in range(_STEP, _BLOCK + _STEP, _STEP))
         sums = jax.lax.switch(group.steps, [lambda: nothing, *parts])
@@ -188,7 +184,6 @@ def _tail_zeroed(out: Array, group_sizes: Array) -> Array:
 
 
 def _of_rows(w: Scaled, group_sizes: Array, rows: int) -> Float[Array, "N F"]:
-    """The scales of each row's group."""
     return jnp.repeat(w.scale, group_sizes, axis=0, total_repeat_length=rows)
 
 
@@ -221,94 +216,72 @@ def _ragged_outer(rows: Array, grads: Sequence[Array], group_sizes: Array) -> tu
     return tuple(map(one, grads))
 
 
-def _products(
-    rows: Array, weights: Sequence[Weights], group_sizes: Array, tail: bool, likely: int | None
-) -> tuple[Array, ...]:
+def _products(rows: Array, weights: Sequence[Weights], group_sizes: Array, likely: int | None) -> tuple[Array, ...]:
     if platform() == "tpu":
-        out = _in_calls(partial(_tpu_products, rows, group_sizes, likely=likely), weights)
-        return tuple(_tail_zeroed(y, group_sizes) for y in out) if tail else out
+        return tpu_products(rows, weights, group_sizes, likely=likely)
     if platform() == "cpu":
         return _blocked_products(rows, weights, group_sizes)
     return _ragged_products(rows, weights, group_sizes)
 
 
-def _tpu_products(rows: Array, group_sizes: Array, weights: Sequence[Weights], **options: Any) -> tuple[Array, ...]:
+def tpu_products(rows: Array, weights: Sequence[Weights], group_sizes: Array, **options: Any) -> tuple[Array, ...]:
+    """Return `grouped_matmul_tpu.matmuls` of weights of one kind."""
     values, scales = values_and_scales(weights)
     return grouped_matmul_tpu.matmuls(rows, values, group_sizes, scales=scales, **options)
 
 
-def _tpu_transposed(
-    grads: Sequence[Array], weights: Sequence[Weights], group_sizes: Array, likely: int | None
-) -> Array:
-    """The sum of what calls with weights that are alike give."""
-
-    def of(alike: list[int]) -> Array:
-        values, scales = values_and_scales([weights[i] for i in alike])
-        own = [grads[i] for i in alike]
-        return grouped_matmul_tpu.matmuls_transposed(own, values, group_sizes, scales=scales, likely=likely)
-
-    return reduce(jnp.add, map(of, _alike(weights)))
-
-
 def values_and_scales(weights: Sequence[Weights]) -> tuple[list[Array], list[Array]]:
-    """The values of weights that are alike, and their scales: as many, or none."""
+    """Split weights of one kind into values and scales. Only int8 weights have scales."""
     scales = [w.scale for w in weights if isinstance(w, Scaled)]
     return [w.values if isinstance(w, Scaled) else w for w in weights], scales
 
 
-def _in_calls(run: Callable[..., tuple[Array, ...]], weights: Sequence[Weights]) -> tuple[Array, ...]:
-    """The products of all weights, each call of `run` with those that are alike, as the kernels need."""
-    found: dict[int, Array] = {}
-    for alike in _alike(weights):
-        found |= zip(alike, run([weights[i] for i in alike]), strict=True)
-    return tuple(found[i] for i in range(len(weights)))
+def with_values(weights: Sequence[Weights], change: Callable[[Array], Array]) -> list[Weights]:
+    """Return the weights with changed matrices and the same scales."""
+    return [w._replace(values=change(w.values)) if isinstance(w, Scaled) else change(w) for w in weights]
 
 
-def _alike(weights: Sequence[Weights]) -> list[list[int]]:
-    """The numbers of the weights of each shape, those in int8 apart."""
-    kinds = [(isinstance(w, Scaled), jax.tree.leaves(w)[0].shape) for w in weights]
-    return [[i for i, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)]
+def all_layers(weights: Sequence[Weights]) -> list[Weights]:
+    """Return weights [L, E, …] as [L · E, …]."""
+    return with_values(weights, lambda w: w.reshape(-1, *w.shape[2:]))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_matmuls(
     rows: Float[Array, "N D"],
     weights: tuple[Weights, ...],
     group_sizes: Int[Array, " E"],
-    tail: bool = True,
     likely: int | None = None,
 ) -> tuple[Float[Array, "N _"], ...]:
-    """Multiply each row by the matrices of its group: out_i[n] = rows[n] @ weights_i[e(n)].
+    """Multiply each row by its group's matrices: out_i[n] = rows[n] @ weights_i[e(n)].
 
-    Several weights of one width F in one call cost less than separate calls: rows are read once, and the sum of their
-    gradients is written once. Weights that are not differentiated cost no gradient.
+    Several weights cost less in one call: rows are read once, and the sum of their gradients is written once. Weights
+    that are not differentiated cost no gradient.
 
     Args:
-      rows: sorted by group; the first `group_sizes[0]` belong to group 0, and so on.
-      weights: one [D, F] matrix per group each.
-      group_sizes: int32, summing to at most N. Rows past the sum come out zero and get no gradient.
-      tail: False if the rows past the sum are never read; they and their gradients are then undefined.
-      likely: expected total of `group_sizes`, a tuning hint; None expects all N rows in use.
+      rows: sorted by group.
+      weights: on TPU of one shape, all or none in int8.
+      group_sizes: int32. Rows past their sum, and their gradients, are undefined on TPU and zero elsewhere.
+      likely: expected sum of `group_sizes`, a tuning hint; None: N.
     """
-    return _products(rows, weights, group_sizes, tail, likely)
+    return _products(rows, weights, group_sizes, likely)
 
 
 class _Weight(NamedTuple):
-    """A weight, in the field that says whether it is differentiated: the tree's structure is known when tracing."""
+    """A weight, in the field that says whether it is trained."""
 
     trained: Array | None = None
     frozen: Weights | None = None
 
     @property
     def value(self) -> Weights:
-        """The weight."""
         value = self.frozen if self.trained is None else self.trained
         assert value is not None
         return value
 
 
 def _forward(
-    rows: Any, weights: tuple[Any, ...], group_sizes: Any, tail: bool, likely: int | None
+    rows: Any, weights: tuple[Any, ...], group_sizes: Any, likely: int | None
 ) -> tuple[tuple[Array, ...], tuple[Array, list[_Weight], Array]]:
     def kept(w: Any) -> _Weight:
         if isinstance(w, Scaled):
@@ -316,12 +289,12 @@ def _forward(
         return _Weight(trained=w.value) if w.perturbed else _Weight(frozen=w.value)
 
     own = [kept(w) for w in weights]
-    out = _products(rows.value, [w.value for w in own], group_sizes.value, tail, likely)
+    out = _products(rows.value, [w.value for w in own], group_sizes.value, likely)
     return out, (rows.value, own, group_sizes.value)
 
 
 def _backward(
-    tail: bool, likely: int | None, residuals: tuple[Array, list[_Weight], Array], given: tuple[Any, ...]
+    likely: int | None, residuals: tuple[Array, list[_Weight], Array], given: tuple[Any, ...]
 ) -> tuple[Array, tuple[Array | None, ...], None]:
     rows, kept, group_sizes = residuals
     zero = jax.custom_derivatives.SymbolicZero
@@ -329,8 +302,8 @@ def _backward(
     grads = [varying_like(jnp.zeros(g.shape, rows.dtype), rows) if isinstance(g, zero) else g for g in given]
     own = [g for g, w in zip(grads, kept, strict=True) if w.trained is not None]
     if platform() == "tpu":
-        d_rows = _tpu_transposed(grads, weights, group_sizes, likely)
-        d_rows = _tail_zeroed(d_rows, group_sizes) if tail else d_rows
+        values, scales = values_and_scales(weights)
+        d_rows = grouped_matmul_tpu.matmuls_transposed(grads, values, group_sizes, scales=scales, likely=likely)
         found = iter([grouped_matmul_tpu.outer(rows, g, group_sizes, likely=likely) for g in own])
     else:
         blocked, ragged = (_blocked_transposed, _blocked_outer), (_ragged_transposed, _ragged_outer)
@@ -351,20 +324,14 @@ def stacked_matmuls(
     layer: Int[Array, ""],
     likely: int | None = None,
 ) -> tuple[Float[Array, "N _"], ...]:
-    """Like `grouped_matmuls` of each weights[layer] with tail=False, but reads the layer's weights in place.
+    """Compute `grouped_matmuls` of each weights[layer], reading the weights in place.
 
-    Meant for a loop over layers, such as a decoder's, in which copying the weights out would cost as much as the
-    matmul. The weights are those of all layers, [L, E, D, F], and scales are the layer's. Not differentiable.
+    For loops over layers, where a copy would cost as much as the matmul. Weights are [L, E, D, F], scales the layer's.
+    Not differentiable.
     """
-
-    def changed(change: Callable[[Array], Array]) -> list[Weights]:
-        return [w._replace(values=change(w.values)) if isinstance(w, Scaled) else change(w) for w in weights]
-
-    E = len(group_sizes)
     if platform() not in ("tpu", "cpu"):
-        own = changed(lambda w: jax.lax.dynamic_index_in_dim(w, layer, keepdims=False))
+        own = with_values(weights, lambda w: jax.lax.dynamic_index_in_dim(w, layer, keepdims=False))
         return _ragged_products(rows, own, group_sizes)
-    whole = changed(lambda w: w.reshape(-1, *w.shape[2:]))
     if platform() == "cpu":
-        return _blocked_products(rows, whole, group_sizes, first=layer * E)
-    return _in_calls(partial(_tpu_products, rows, group_sizes, layer=layer, likely=likely), whole)
+        return _blocked_products(rows, all_layers(weights), group_sizes, first=layer * len(group_sizes))
+    return tpu_products(rows, all_layers(weights), group_sizes, layer=layer, likely=likely)

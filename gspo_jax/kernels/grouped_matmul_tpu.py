@@ -1,7 +1,7 @@
-"""Grouped matmul on TPU: the Pallas kernels of the forward and backward passes, which skip unused rows and weights.
+"""Grouped matmul on TPU: Pallas kernels that skip unused rows and weights.
 
-`visits_tpu` says which tiles of rows a group visits. Weight blocks span the whole contraction dimension and stay in
-VMEM from one tile of a group to the next, so each is read once.
+Weight blocks span the contraction dimension and stay in VMEM across a group's tiles (see `visits_tpu`), so each is read
+once.
 """
 
 import functools
@@ -21,39 +21,33 @@ from gspo_jax.kernels.visits_tpu import LANES, VMEM, accumulate, for_parts, row_
 
 
 class Thin(NamedTuple):
-    """A second way from rows to outputs, through R columns: out_j += (f · Σ_i rows_i @ first_i^T) @ second_j.
+    """A second path from rows to outputs, through R columns: out_j += (f · Σ_i rows_i @ first_i^T) @ second_j.
 
-    Its matrices have few rows and many columns, which take the least memory. The columns are rounded between them.
+    Few rows and many columns take the least memory.
     """
 
     first: Sequence[Float[Array, "E R D"]]
-    """For each array of rows, in their dtype; those of one layer."""
+    """One per array of rows, in their dtype."""
     factors: Float[Array, "1 R"]
     """f, float32."""
     second: Sequence[Float[Array, "E R F"]]
-    """For each output, in the rows' dtype."""
+    """One per output, in their dtype."""
 
     @property
     def back(self) -> "Thin":
-        """The way back, of gradients."""
+        """The reverse path, for gradients."""
         return Thin(self.second, self.factors, self.first)
 
 
 def _splits(size: int) -> list[int]:
-    """Candidate tile lengths for a dimension: its divisors in whole lanes.
-
-    If the dimension is not a multiple of the lanes: the dimension itself, or shorter tiles with a masked last one.
-    """
+    """Return candidate tile lengths: divisors in whole lanes, else the whole or tiles with a masked last one."""
     if size % LANES:
         return [size, *(t for t in (1024, 512, 256, 128) if t < size)]
     return [t for t in range(LANES, size + 1, LANES) if size % t == 0]
 
 
 def _columns(width: int, fits: Callable[[int], bool]) -> int:
-    """Output columns per block: minimises the columns of the busier of two cores, then prefers long blocks.
-
-    Chips of v4 and v5p have two cores, which share the blocks of columns. Rows are read once per block.
-    """
+    """Return the output columns per block: fewest for the busier of two cores (v4, v5p), then longest blocks."""
     lengths = [t for t in _splits(width) if fits(t)]
     if not lengths:
         raise UserError(
@@ -63,16 +57,16 @@ def _columns(width: int, fits: Callable[[int], bool]) -> int:
 
 
 def _tiles(down: int, across: int, fits: Callable[[int, int], bool]) -> tuple[int, int]:
-    """Block shape [d, f] of the output of `outer` that moves the fewest bytes: N · (D · F / f + F · D / d).
+    """Return the block [d, f] of `outer` that moves the fewest bytes, N · (D · F / f + F · D / d).
 
-    Prefers at least two blocks, one for each of a chip's two cores.
+    Prefers two or more blocks, for two cores.
     """
     pairs = [p for p in itertools.product(_splits(down), _splits(across)) if fits(*p)]
     return min(pairs, key=lambda p: (p == (down, across), 1 / p[0] + 1 / p[1]))
 
 
 def _store(product: Float[Array, "n f"], out: Any, at: Any, first: Array, end: Array) -> None:
-    """Write the rows [first, end) of a product to out[at] and leave those of other groups unchanged."""
+    """Keep other groups' rows of out[at]."""
     whole = (first <= 0) & (end >= product.shape[0])
 
     @pl.when(whole)
@@ -87,7 +81,7 @@ def _store(product: Float[Array, "n f"], out: Any, at: Any, first: Array, end: A
 
 
 def _unpacked(group: Any, v: Array, weights: Sequence[Any], copies: Sequence[Any]) -> Sequence[Any]:
-    """The weights' blocks in the rows' dtype: int8 ones are converted once for all visits of a group."""
+    """Convert int8 weights to the rows' dtype, once per group."""
     if not copies:
         return weights
 
@@ -102,8 +96,8 @@ def _unpacked(group: Any, v: Array, weights: Sequence[Any], copies: Sequence[Any
 def _each_kernel(
     group: Any, tile: Any, first: Any, end: Any, layer: Any, rows: Any, *refs: Any, n: int, scaled: bool, thin: bool
 ) -> None:
-    """Compute out_i = rows @ weights_i for one visit and one block of columns."""
-    del tile, layer  # used by the index maps only
+    """Compute out_i = rows @ weights_i."""
+    del tile, layer
     v = pl.program_id(1)
     weights, scales, inner, factors, outer, outs, copies = taken(
         refs, n, n * scaled, thin, thin, n * thin, n, n * scaled
@@ -123,7 +117,7 @@ def _each_kernel(
 
 
 def thin_columns(rows: Sequence[Float[Array, "n _"]], first: Sequence[Any], factors: Any) -> Float[Array, "n R"]:
-    """The columns of a `Thin` way for some rows, in a kernel that holds one group's matrices."""
+    """Return the columns of a `Thin` path, from one group's matrices."""
     total = functools.reduce(jnp.add, (_by_transposed(x, w[...]) for x, w in zip(rows, first, strict=True)))
     return (total * factors[...]).astype(rows[0].dtype)
 
@@ -135,8 +129,8 @@ def _by_transposed(x: Float[Array, "n d"], w: Float[Array, "f d"]) -> Float[Arra
 def _sum_kernel(
     group: Any, tile: Any, first: Any, end: Any, layer: Any, *refs: Any, n: int, scaled: bool, thin: bool
 ) -> None:
-    """Compute out = Σ_i rows_i @ weights_i^T for one visit and one block of columns."""
-    del tile, layer  # used by the index maps only
+    """Compute out = Σ_i rows_i @ weights_i^T."""
+    del tile, layer
     v = pl.program_id(1)
     rows, weights, scales, outer, factors, inner, (out,), copies = taken(
         refs, n, n, n * scaled, n * thin, thin, thin, 1, n * scaled
@@ -162,17 +156,14 @@ def _products(
     weights: Sequence[Shaped[Array, "M I O"]],
     group_sizes: Int[Array, " E"],
     *,
-    scales: Sequence[Float[Array, "E O"]],
-    thin: Thin | None,
-    transposed: bool,
-    layer: Int[Array, ""] | int,
-    likely: int | None,
-    interpret: bool,
+    scales: Sequence[Float[Array, "E O"]] = (),
+    thin: Thin | None = None,
+    transposed: bool = False,
+    layer: Int[Array, ""] | int = 0,
+    likely: int | None = None,
+    interpret: bool = False,
 ) -> tuple[Float[Array, "N F"], ...]:
-    """Return the products of one array of rows with each of the weights.
-
-    If `transposed`, takes one array of rows per weight and returns the sum of their products instead.
-    """
+    """Return each product, or their sum if `transposed`."""
     (N, inner), E, size = rows[0].shape, group_sizes.shape[0], rows[0].dtype.itemsize
     stored, scaled = weights[0].dtype.itemsize, len(scales) > 0
     rank = 0 if thin is None else thin.factors.shape[1]
@@ -237,7 +228,7 @@ def _products(
                 scratch_shapes=(pltpu.VMEM(block, rows[0].dtype),) * len(scales),
             ),
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-            # For all rows of the buffer, since the number of used rows is unknown at compile time.
+            # The number of used rows is unknown at compile time.
             cost_estimate=pl.CostEstimate(
                 flops=2 * N * (inner * width * len(weights) + rank * (len(rows) * inner + outs * width)),
                 bytes_accessed=size * (len(rows) * N * inner * blocks + outs * N * width)
@@ -257,76 +248,45 @@ def matmuls(
     rows: Float[Array, "N D"],
     weights: Sequence[Shaped[Array, "M D F"]],
     group_sizes: Int[Array, " E"],
-    *,
-    scales: Sequence[Float[Array, "E F"]] = (),
-    thin: Thin | None = None,
-    layer: Int[Array, ""] | int = 0,
-    likely: int | None = None,
-    interpret: bool = False,
+    **options: Any,
 ) -> tuple[Float[Array, "N F"], ...]:
-    """Compute out_i[n] = rows[n] @ weights_i[layer · E + e(n)] for each of the weights, reading the rows once for all.
+    """Compute out_i[n] = rows[n] @ weights_i[layer · E + e(n)] for each of the weights, reading the rows once.
 
-    Products are accumulated in float32, multiplied by their columns' scales and rounded once to the rows' dtype. Rows
-    past the last group are undefined, in the input as in the output.
+    Products are accumulated in float32, scaled per column and rounded once to the rows' dtype. Rows past the last group
+    are undefined.
 
     Args:
       rows: sorted by group.
-      weights: all of one shape, in the rows' dtype, or in int8 if there are scales.
-      group_sizes: summing to at most N.
-      scales: those of each of the weights, of this layer alone, or none.
-      thin: what is added to the outputs before they are rounded; None for nothing.
-      layer: index of the layer whose E matrices the groups use.
-      likely: expected total of `group_sizes`, a tuning hint; None expects all N rows in use.
-      interpret: run the kernel on any backend, slowly, for tests; not supported inside `jax.shard_map`.
+      weights: of one shape, in the rows' dtype, or int8 with scales.
+      scales: one per weight, [E, F], of this layer alone; or none.
+      thin: added before rounding.
+      layer: 0 unless given.
+      likely: expected sum of `group_sizes`, a tuning hint; None: N.
+      interpret: on any backend, slowly, for tests; not inside `jax.shard_map`.
 
     Raises:
       UserError: no block of the weights fits VMEM.
     """
-    return _products(
-        (rows,),
-        weights,
-        group_sizes,
-        scales=scales,
-        thin=thin,
-        transposed=False,
-        layer=layer,
-        likely=likely,
-        interpret=interpret,
-    )
+    return _products((rows,), weights, group_sizes, **options)
 
 
 def matmuls_transposed(
     grads: Sequence[Float[Array, "N F"]],
     weights: Sequence[Shaped[Array, "E D F"]],
     group_sizes: Int[Array, " E"],
-    *,
-    scales: Sequence[Float[Array, "E F"]] = (),
-    thin: Thin | None = None,
-    likely: int | None = None,
-    interpret: bool = False,
+    **options: Any,
 ) -> Float[Array, "N D"]:
-    """Compute Σ_i grads_i[n] @ weights_i[e(n)]^T, the gradient of `matmuls` with respect to its rows.
+    """Compute Σ_i grads_i[n] @ weights_i[e(n)]^T, the gradient of `matmuls` for its rows.
 
-    Gradients are multiplied by the scales and rounded to their dtype first. The sum is accumulated in float32 and
-    rounded once. Arguments and errors are those of `matmuls`.
+    Gradients are first scaled and rounded to their dtype. The float32 sum is rounded once. Arguments and errors as in
+    `matmuls`, but for `layer`.
     """
-    (out,) = _products(
-        grads,
-        weights,
-        group_sizes,
-        scales=scales,
-        thin=thin,
-        transposed=True,
-        layer=0,
-        likely=likely,
-        interpret=interpret,
-    )
-    return out
+    return _products(grads, weights, group_sizes, transposed=True, **options)[0]
 
 
 def _outer_kernel(group: Any, tile: Any, first: Any, end: Any, rows: Any, grads: Any, out: Any, total: Any) -> None:
-    """Compute out = Σ rows^T grads over the visits of a group, for one block of the output."""
-    del tile  # used by the index maps only
+    """Compute out = Σ rows^T grads over a group's visits."""
+    del tile
 
     def add(x: Array, g: Array) -> None:
         total[...] += jax.lax.dot_general(x, g, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
@@ -343,14 +303,13 @@ def outer(
     interpret: bool = False,
     name: str = "grouped_outer",
 ) -> Float[Array, "E D F"]:
-    """Compute dW[e] = Σ_n rows[n] grads[n]^T over the rows n of expert e, the gradient of `matmuls` for its weights.
+    """Compute dW[e] = Σ_n rows[n] grads[n]^T over expert e's rows, the gradient of `matmuls` for its weights.
 
-    Accumulated in float32 and rounded once to the rows' dtype. Arguments are those of `matmuls`; the kernel's name is
-    `name` and its tile.
+    Accumulated in float32, rounded once. Arguments as in `matmuls`. The kernel's name is `name` and its tile.
     """
     (N, D), F, E, size = rows.shape, grads.shape[1], group_sizes.shape[0], rows.dtype.itemsize
     tile = row_tile(N, E, N if likely is None else likely, max(D, F), size)
-    # Double buffers of rows, gradients and output, plus the accumulator and both inputs masked in float32.
+    # Double buffers, accumulator, and inputs masked in float32.
     down, across = _tiles(
         D, F, lambda d, f: 2 * size * (tile * (d + f) + d * f) + 4 * d * f + 4 * tile * (d + f) <= VMEM
     )
@@ -381,5 +340,5 @@ def outer(
             name=f"{name}_{tile}",
         )(*args)
 
-    # Groups without rows are visited too: their gradient is zero and must be written.
+    # Empty groups too: their zero gradient must be written.
     return unchecked(run, counts[1], *visits, rows, grads)

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of target tokens from hidden states, without materialising a [B, T, V] array."""
+"""Log-probs and entropies of target tokens from hidden states, without a [B, T, V] array."""
 
 from functools import partial
 
@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Int
 def log_softmax_at(
     logits: Float[Array, "*n V"], targets: Int[Array, "*n"]
 ) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
-    """Return log softmax(logits)[target] and the entropy of softmax(logits), both in nats and float32.
+    """Return log softmax(logits)[target] and the entropy of softmax(logits), in nats and float32.
 
-    The target's logit is selected by comparison rather than a gather, so that a sharded vocabulary stays sharded.
+    Comparison instead of a gather keeps a sharded vocabulary sharded.
     """
     logits = logits.astype(jnp.float32)
     shifted = logits - jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
@@ -31,10 +31,10 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk: int = 1024,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Return log softmax(h W / temperature)[target] and the softmax's entropy, computed a few positions at a time.
+    """Return log softmax(h W / temperature)[target] and the softmax's entropy.
 
-    Logits exist for about `chunk` tokens at once ([B, chunk // B, V], at least one position per row), also in the
-    backward pass, which recomputes them. Outputs are float32; gradients flow to `hidden` and `head`.
+    Logits exist for about `chunk` tokens at once ([B, chunk // B, V], at least one position per row). The backward pass
+    recomputes them. Outputs are float32.
     """
     B, T = targets.shape
     width = max(1, min(T, chunk // B))

@@ -1,9 +1,8 @@
-"""Attention over packed rows, which hold prompts and the responses to them one after the other, then padding.
+"""Attention over packed rows: prompts, each directly followed by its responses, then padding.
 
-On TPU in the kernels of packed_attention_tpu.py, elsewhere in plain XLA with loops over blocks. Both visit only blocks
-of keys that are seen, so the cost follows the segments' lengths, which are data, and not the rows' length. A GPU would
-have to start each of a loop's many small steps by itself. It uses cuDNN's attention instead, with a mask over all pairs
-of a row's tokens, as long as that mask is small enough.
+The TPU kernels (packed_attention_tpu.py) and the XLA loops elsewhere visit only blocks with visible keys. A GPU would
+launch a loop's small steps one by one: it uses cuDNN attention while a mask over all pairs of a row's tokens is small
+enough.
 """
 
 from collections.abc import Callable
@@ -18,31 +17,25 @@ from gspo_jax.kernels import packed_attention_tpu
 from gspo_jax.kernels.backend import platform, varying_like
 
 _MASKED = -1e30
-"""Masked score; finite, so that what is computed for the rest of a block, and then dropped, is finite too."""
+"""Masked score. Finite, so that unused results are too."""
 
 _BLOCK = 64
-"""Queries, and keys, per block. Longer blocks cost less per score but compute more of them past a segment's end and
-above the diagonal."""
+"""Queries, and keys, per block. Longer blocks cost less per score but compute more unneeded ones."""
 
 _MASK_ENTRIES = 2**28
-"""Maximum entries of the mask that cuDNN gets, with two bytes each: 0.5 GiB, one row of 16384 tokens."""
+"""Maximum entries of cuDNN's mask, two bytes each: 0.5 GiB, one row of 16384 tokens."""
 _CUDNN_HEAD = 128
-"""Maximum head size of cuDNN's attention on an Ampere GPU, the oldest that has it; later ones take more."""
+"""Maximum head size of cuDNN attention on Ampere. Later GPUs take more."""
 
 
 class Spans(NamedTuple):
-    """The keys that each token of a packed row sees: those of its prompt, and its own segment's up to itself.
-
-    A row holds groups one after the other, each a prompt directly followed by the responses to it, then padding. Tokens
-    are numbered from the row's beginning.
-    """
+    """The keys that each token of a packed row sees: its prompt's, and its own segment's up to itself."""
 
     prompt_start: Int[Array, "B N"]
     prompt_end: Int[Array, "B N"]
-    """A response's token sees the keys [prompt_start, prompt_end) of its prompt. Equal for a prompt's tokens and for
-    padding."""
+    """Response tokens see [prompt_start, prompt_end). Equal for prompt tokens and padding."""
     own_start: Int[Array, "B N"]
-    """First token of the own segment: token i sees the keys [own_start, i]. For padding i + 1, so none."""
+    """Token i sees [own_start, i]. For padding i + 1, so none."""
 
     @property
     def valid(self) -> Bool[Array, "B N"]:
@@ -51,13 +44,13 @@ class Spans(NamedTuple):
 
     @property
     def positions(self) -> Int[Array, "B N"]:
-        """Position of each token in its text, a response continuing its prompt; 0 for padding."""
+        """Position in the text, a response continuing its prompt; 0 for padding."""
         own = jnp.arange(self.own_start.shape[1], dtype=self.own_start.dtype)[None] - self.own_start
         return jnp.where(own < 0, 0, self.prompt_end - self.prompt_start + own)
 
     @property
     def seen(self) -> Bool[Array, "B N N"]:
-        """Whether the token of the second axis sees that of the third."""
+        """True where the second axis's token sees the third's."""
         start, end, own = (x[:, :, None] for x in self)
         token = jnp.arange(own.shape[1])
         queries, keys = token[None, :, None], token[None, None]
@@ -67,13 +60,12 @@ class Spans(NamedTuple):
 def packed_attention(
     q: Float[Array, "B N H h"], k: Float[Array, "B N Kv h"], v: Float[Array, "B N Kv h"], spans: Spans
 ) -> Float[Array, "B N H h"]:
-    """Attention softmax(q k^T / sqrt(h)) v over the keys that each token sees.
+    """Return attention softmax(q k^T / sqrt(h)) v over the keys that each token sees.
 
-    Query head i reads key/value head i // (H / Kv). Scores are float32 and none outlive their block: the backward pass
-    recomputes them. The output has q's dtype; that of padding is 0, on TPU and GPU an unspecified finite value. Padding
-    gets and gives zero gradient; by cuDNN only where the gradient of its output is zero, as no loss reads it, since to
-    cuDNN a token that sees no key sees all of them. The output is named "dot" for `jax.checkpoint`, and so, but for
-    cuDNN, is its log-sum-exp.
+    Query head i reads key/value head i // (H / Kv). Scores are float32 and recomputed in the backward pass. Padding
+    gets 0, or on TPU and GPU an unspecified finite value, and gets and gives zero gradient. To cuDNN a token that sees
+    no key sees all: there the gradient of padding's output must be zero, as when no loss reads it. For `jax.checkpoint`
+    the output is named "dot", and so, except with cuDNN, is its log-sum-exp.
     """
     arrays = (q, k, v, *spans)
     q, k, v, *own = (varying_like(x, *arrays) for x in arrays)
@@ -86,7 +78,6 @@ def packed_attention(
 
 
 def _fits_cudnn(q: Float[Array, "B N H h"]) -> bool:
-    """Whether cuDNN's attention takes such queries with a mask, and the mask is no larger than `_MASK_ENTRIES`."""
     B, N, _, h = q.shape
     is_half = q.dtype in (jnp.bfloat16, jnp.float16)
     return is_half and h % 8 == 0 and h <= _CUDNN_HEAD and N % 2 == 0 and B * N * N <= _MASK_ENTRIES
@@ -100,58 +91,47 @@ def masked_attention(
     *,
     implementation: Literal["cudnn", "xla"],
 ) -> Float[Array, "B N H h"]:
-    """`packed_attention` by `jax.nn.dot_product_attention`, with a mask over all pairs of a row's tokens.
-
-    "xla" keeps the scores of all pairs, and is there to compare with.
-    """
+    """Compute `packed_attention` by `jax.nn.dot_product_attention` with a mask over all pairs."""
     out = jax.nn.dot_product_attention(q, k, v, mask=spans.seen[:, None], implementation=implementation)
     return checkpoint_name(out, "dot")
 
 
 class _Block(NamedTuple):
-    """Consecutive queries of one segment, at most `_BLOCK`, and the keys that they see, in blocks of as many.
+    """Up to `_BLOCK` consecutive queries of one segment, and the keys that they see, in blocks of `_BLOCK`.
 
-    Rows lie end to end here. Seen keys are counted from the prompt's first on: `length` of the prompt, then the
-    segment's own. A matrix of queries has `_BLOCK` times H / Kv rows, those of a token next to each other; rows past
-    the last query belong to other segments.
+    Rows lie end to end. Seen keys count from the prompt's first: `length` of the prompt, then the segment's own. A
+    query matrix has `_BLOCK` · H / Kv rows, a token's adjacent. Rows past the last query belong to other segments.
     """
 
     first: Array
-    """Token of the first query."""
+    """First query's token."""
     size: Array
-    """Number of queries."""
     prompt: Array
-    """First token of the prompt."""
+    """Prompt's first token."""
     length: Array
-    """Number of the prompt's tokens."""
     own: Array
-    """First token of the segment."""
+    """Segment's first token."""
 
     @property
     def key_blocks(self) -> Array:
-        """Number of blocks of keys that these queries see."""
         return (self.length + self.first - self.own + self.size + _BLOCK - 1) // _BLOCK
 
     def take(self, x: Float[Array, "Kv M gw"], width: int) -> Float[Array, "Kv n w"]:
-        """Return the queries' rows of x."""
         return jax.lax.dynamic_slice_in_dim(x, self.first, _BLOCK, 1).reshape(x.shape[0], -1, width)
 
     def put(self, x: Float[Array, "Kv M gw"], rows: Float[Array, "Kv n w"]) -> Float[Array, "Kv M gw"]:
-        """Return x with the queries' rows written, and zeros past the last query: later blocks overwrite those."""
+        """Write the queries' rows of x, and zeros past them, which later blocks overwrite."""
         rows = jnp.where(self.is_query(rows.shape[1]), rows, 0).astype(x.dtype)
         return jax.lax.dynamic_update_slice_in_dim(x, rows.reshape(x.shape[0], _BLOCK, -1), self.first, 1)
 
     def is_query(self, rows: int) -> Bool[Array, "1 n 1"]:
-        """Return False for the rows past the last query."""
         return (jnp.arange(rows) // (rows // _BLOCK) < self.size).reshape(1, rows, 1)
 
     def keys(self, x: Float[Array, "Kv M h"], c: Array) -> Float[Array, "Kv s h"]:
-        """Return block c of the seen keys."""
         in_prompt, *starts = self._parts(c)
         return jnp.where(in_prompt, *(jax.lax.dynamic_slice_in_dim(x, start, _BLOCK, 1) for start in starts))
 
     def add_keys(self, x: Float[Array, "Kv M h"], c: Array, y: Float[Array, "Kv s h"]) -> Float[Array, "Kv M h"]:
-        """Add y to block c of the seen keys."""
         in_prompt, *starts = self._parts(c)
         for start, part in zip(starts, (in_prompt, ~in_prompt), strict=True):
             there = jax.lax.dynamic_slice_in_dim(x, start, _BLOCK, 1) + jnp.where(part, y, 0)
@@ -159,16 +139,16 @@ class _Block(NamedTuple):
         return x
 
     def _parts(self, c: Array) -> tuple[Bool[Array, "1 s 1"], Array, Array]:
-        """Return which keys of block c are the prompt's, and the tokens where it begins counted from either part.
+        """Return which keys of block c are the prompt's, and the block's start counted from each part.
 
-        Neither lies outside the row, since the prompt comes before the segment.
+        Both lie inside the row, since the prompt comes first.
         """
         at = c * _BLOCK
         in_prompt = (at + jnp.arange(_BLOCK) < self.length).reshape(1, _BLOCK, 1)
         return in_prompt, self.prompt + at, self.own - self.length + at
 
     def scores(self, queries: Float[Array, "Kv n h"], keys: Float[Array, "Kv s h"], c: Array) -> Float[Array, "Kv n s"]:
-        """Return the scores, masked where a query does not see the key, which is of block c."""
+        """Return scores with block c, masked where a key is not seen."""
         rows = queries.shape[1]
         last = self.length + self.first - self.own + jnp.arange(rows) // (rows // _BLOCK)
         seen = c * _BLOCK + jnp.arange(_BLOCK)[None] <= last[:, None]
@@ -184,7 +164,7 @@ def _sum_type(x: Array) -> Any:
 
 
 def _for_blocks(spans: Spans, one: Callable[[_Block, Any], Any], carry: Any) -> Any:
-    """Fold carry = one(block, carry) over the blocks of queries of all segments, in the order of their tokens."""
+    """Fold carry = one(block, carry) over all query blocks, in token order."""
     B, N = spans.own_start.shape
     rows = (jnp.arange(B, dtype=jnp.int32) * N)[:, None]
     prompt, own, length = (
@@ -205,13 +185,13 @@ def _for_blocks(spans: Spans, one: Callable[[_Block, Any], Any], carry: Any) -> 
 
 
 def _by_head(x: Float[Array, "B N H w"], heads: int) -> Float[Array, "Kv M gw"]:
-    """Lay all rows end to end under each key head, and room for a block that begins at the last token."""
+    """Lay rows end to end per key head, with room for a block at the last token."""
     B, N = x.shape[:2]
     return jnp.pad(jnp.swapaxes(x.reshape(B * N, heads, -1), 0, 1), ((0, 0), (0, _BLOCK), (0, 0)))
 
 
 def _by_token(x: Float[Array, "Kv M gw"], like: Float[Array, "B N H w"]) -> Float[Array, "B N H w"]:
-    """The inverse of `_by_head`, in the shape and dtype of `like`."""
+    """Invert `_by_head`."""
     B, N = like.shape[:2]
     return jnp.swapaxes(x[:, : B * N], 0, 1).reshape(like.shape).astype(like.dtype)
 
@@ -224,12 +204,11 @@ def _attend(
 
 
 class _Softmax(NamedTuple):
-    """Unnormalised softmax of a block's queries over the keys visited so far."""
+    """Unnormalised softmax over the keys visited so far."""
 
     out: Float[Array, "Kv n h"]
     """Σ exp(score − highest) · value."""
     highest: Float[Array, "Kv n 1"]
-    """Maximum score."""
     total: Float[Array, "Kv n 1"]
     """Σ exp(score − highest)."""
 
@@ -244,7 +223,7 @@ def _attend_forward(q: Array, k: Array, v: Array, spans: Spans) -> tuple[Array, 
 
         def visit(c: Array, so_far: _Softmax) -> _Softmax:
             scores = block.scores(own, block.keys(keys, c), c)
-            # Every query sees the first key, so no maximum is that of masked scores alone.
+            # Every query sees the first key: no maximum is of masked scores alone.
             highest = jnp.maximum(so_far.highest, scores.max(axis=-1, keepdims=True))
             probs, kept = jnp.exp(scores - highest), jnp.exp(so_far.highest - highest)
             out = _product("kns,ksh->knh", probs.astype(v.dtype), block.keys(values, c))
@@ -275,7 +254,7 @@ def _attend_backward(residuals: Any, grads: Array) -> tuple[Array, Array, Array,
     def one(block: _Block, found: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         own, do = block.take(queries, h), block.take(d_out, h)
         own_delta, sums = block.take(delta, 1), block.take(log_sum, 1)
-        # Rows past the last query thereby have probability 0 everywhere.
+        # Probability 0 past the last query.
         sums = jnp.where(block.is_query(sums.shape[1]), sums, -_MASKED)
 
         def visit(c: Array, found: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

@@ -1,9 +1,8 @@
-"""Attention over packed rows on TPU: the Pallas kernels of the forward and of the backward pass.
+"""Attention over packed rows on TPU: Pallas kernels for forward and backward.
 
-Both run over a list of visits, the pairs of a block of queries and a block of keys in which any query sees any key. The
-list is made on the device from the spans, so the work follows segments whose lengths are data. The query heads that
-read a key head are served by one visit, which loads the keys and makes the mask once. Scores are held transposed, with
-queries along lanes, so that maxima and sums over keys are element-wise.
+Both run over visits, the pairs of a query block and a key block where any query sees any key. The list is made on the
+device, since spans are data. A visit serves all query heads of a key head: it loads keys and makes the mask once.
+Scores are transposed, queries along lanes: maxima and sums over keys are element-wise.
 """
 
 import functools
@@ -24,44 +23,40 @@ from gspo_jax.kernels.backend import unchecked
 
 _LANES = 128
 _MASKED = -1e30
-"""Masked score; finite, so that a query that sees no key gets a finite output."""
+"""Masked score. Finite, so that outputs without visible keys are too."""
 _EMPTY, _PARTIAL, _FULL = 0, 1, 2
-"""Kinds of visits: the queries are padding, some pairs are seen, all pairs are seen."""
+"""Kinds of visits: padding queries, some pairs seen, all pairs seen."""
 _BLOCKS = (512, 256)
-"""Candidate block lengths in tokens, of queries as of keys; 128 where neither fits."""
+"""Candidate block lengths, else 128."""
 _CHUNK = 256
-"""Queries whose scores exist at a time in the forward pass: fewer spill less, and keep the matrix units less busy."""
+"""Queries whose scores exist at a time in the forward pass: fewer spill less, but keep the matrix units less busy."""
 _HEADS = 8
-"""Maximum query heads per visit, whose blocks of 512 tokens in bfloat16 fit in the VMEM that the compiler grants."""
+"""Maximum query heads per visit: blocks of 512 bfloat16 tokens fit the VMEM that the compiler grants."""
 
 
 class _Visits(NamedTuple):
-    """Schedule of pairs of blocks, ordered by the block of queries, whose own block of keys comes last.
+    """Block pairs, ordered by query block. Each query block ends with its own key block.
 
-    Blocks of padding have one visit, which zeroes what their tokens get.
+    A block of padding has one visit, which zeroes its outputs.
     """
 
     query: Int[Array, " V"]
-    """Block of queries."""
     key: Int[Array, " V"]
-    """Block of keys."""
     kind: Int[Array, " V"]
     """`_EMPTY`, `_PARTIAL` or `_FULL`."""
 
 
 def _visits_kernel(first: Any, last: Any, query: Any, key: Any, kind: Any, count: Any, *, block: int) -> None:
-    """Write the visits of each block of queries, from the spans of its first and of its last token."""
 
     def one(i: Array, v: Array) -> Array:
         start, end, own = (first[n, i] for n in range(3))
         last_start, last_end, last_own = (last[n, i] for n in range(3))
         begin = i * block
         some = own <= begin
-        # Whether the last query is of a response, and the first of the same group: of a response to the prompt, or of
-        # the prompt.
+        # Whether the last query is a response's, and the first of the same group.
         prompted = last_start < last_end
         one_group = prompted & (((last_start == start) & (last_end == end)) | (last_start == own))
-        # The keys of a response that directly follows its prompt are one range.
+        # A response directly after its prompt sees one range.
         joined = jnp.where(prompted & (last_end == last_own), last_start, last_own)
 
         def write(j: Array, v: Array) -> Array:
@@ -71,7 +66,7 @@ def _visits_kernel(first: Any, last: Any, query: Any, key: Any, kind: Any, count
             kind[v] = jnp.where(some, jnp.where((of_own | of_prompt) & (j < i), _FULL, _PARTIAL), _EMPTY)
             return v + 1
 
-        # The blocks of the prompt, then those from the first query's segment on.
+        # The prompt's blocks, then blocks from the first query's segment on.
         prompts = jnp.where(some & (start < end), (end - 1) // block + 1, 0)
         v = jax.lax.fori_loop(start // block, prompts, write, v)
         return jax.lax.fori_loop(jnp.where(some, jnp.maximum(own // block, prompts), i), i + 1, write, v)
@@ -81,9 +76,9 @@ def _visits_kernel(first: Any, last: Any, query: Any, key: Any, kind: Any, count
 
 @functools.partial(jax.jit, static_argnames=("row", "block", "interpret"))
 def _visits(spans: Int[Array, "3 M"], row: int, block: int, *, interpret: Any) -> tuple[_Visits, Int[Array, " 1"]]:
-    """Return the visits of rows of `row` tokens that lie end to end, and their number.
+    """Return the visits of rows of `row` tokens, and their number.
 
-    Because it is jitted it is traced once, so the compiler sees identical kernels in forward and backward.
+    Jitted to be traced once, for identical kernels in forward and backward.
     """
     blocks = row // block
     room = spans.shape[1] // row * (blocks * (blocks + 1) // 2)
@@ -101,10 +96,7 @@ def _visits(spans: Int[Array, "3 M"], row: int, block: int, *, interpret: Any) -
 
 
 def block_length(tokens: int, itemsize: int) -> int:
-    """Return the length of the blocks, of queries as of keys, in which rows of `tokens` tokens are computed.
-
-    It is the longest that lengthens a row by at most an eighth and, `itemsize` being an element's bytes, fits in VMEM.
-    """
+    """Return the longest block that pads a row by at most an eighth and fits VMEM."""
     fitting = (b for b in _BLOCKS if b * itemsize <= _BLOCKS[0] * 2 and -tokens % b <= tokens // 8)
     return next(fitting, _LANES)
 
@@ -116,11 +108,7 @@ def visited_blocks(
     *,
     block: int,
 ) -> int:
-    """Return how many pairs of a block of queries and a block of keys are computed, in forward as in backward.
-
-    Each pair takes block² scores per query head. The arrays are those of `packed_attention.Spans`, and `block` is that
-    of `block_length`.
-    """
+    """Return how many block pairs are computed, in forward as in backward: block² scores per query head each."""
     start, end, own = (x[:, ::block] for x in (prompt_start, prompt_end, own_start))
     i = np.arange(own.shape[1])[None]
     begin, past = (np.where(start < end, x, 0) for x in (start // block, (end - 1) // block + 1))
@@ -129,7 +117,7 @@ def visited_blocks(
 
 
 def _seen(spans: Any, i: Array, j: Array, block: int) -> Array:
-    """Return which keys of block j the queries of block i see, [keys, queries]."""
+    """Return the mask of block pair (i, j), [keys, queries]."""
     start, end, own = (spans[n : n + 1] for n in range(3))
     key = j * block + jax.lax.broadcasted_iota(jnp.int32, (block, block), 0)
     query = i * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
@@ -137,18 +125,16 @@ def _seen(spans: Any, i: Array, j: Array, block: int) -> Array:
 
 
 def _dot(a: Array, b: Array, a_over: int, b_over: int) -> Array:
-    """Multiply matrices, summing over one dimension of each, in float32."""
+    """Contract one dimension of each, in float32."""
     dimensions = (((a_over,), (b_over,)), ((), ()))
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
 def _begins(query: Any, n: Array) -> Array:
-    """Return whether visit n is the first of its block of queries."""
     return (n == 0) | (query[jnp.maximum(n - 1, 0)] != query[n])
 
 
 def _by_kind(kind: Array, visit: Callable[[bool], None]) -> None:
-    """Call visit(masked) unless the queries are padding."""
     pl.when(kind == _PARTIAL)(lambda: visit(True))
     pl.when(kind == _FULL)(lambda: visit(False))
 
@@ -170,7 +156,7 @@ def _forward_kernel(
     *,
     scale: float,
 ) -> None:
-    """Visit a block of keys with the query heads that read it; the log-sum-exp has base 2."""
+    """The log-sum-exp has base 2."""
     n = pl.program_id(1)
     i, j = query[n], key[n]
     heads, block, width = q.shape
@@ -231,10 +217,10 @@ def _backward_kernel(
     *,
     scale: float,
 ) -> None:
-    """Visit a block of keys with the query heads that read it; dk / scale and dv add up in HBM, in float32.
+    """Add up dk / scale and dv in HBM, in float32.
 
-    What a visit adds leaves for HBM while the next visit computes. That visit waits for it before it fetches the sums
-    of its own block of keys, which may be the same.
+    Sums leave for HBM while the next visit computes. That visit waits for them before it fetches its own key block's
+    sums, which may be the same.
     """
     head_k, n = pl.program_id(0), pl.program_id(1)
     i, j, slot = query[n], key[n], n % 2
@@ -247,7 +233,7 @@ def _backward_kernel(
         return pltpu.make_async_copy(sums.at[slot], in_hbm(j), left)
 
     fetch = pltpu.make_async_copy(in_hbm(j), before, arrived)
-    # The first block of queries that sees a block of keys is its own.
+    # The first query block that sees a key block is its own.
     first_of_keys = i == j
 
     def exchange() -> None:
@@ -305,14 +291,10 @@ def _backward_kernel(
 
 
 class _Rows(NamedTuple):
-    """Static settings of a call."""
-
     tokens: int
-    """Tokens per row, a multiple of the block."""
+    """A multiple of the block."""
     block: int
-    """Tokens per block."""
     scale: float
-    """Factor of the scores."""
     interpret: Any
 
 
@@ -325,7 +307,6 @@ def _call(
     rows: _Rows,
     name: str,
 ) -> tuple[Array, ...]:
-    """Run a kernel over the visits of all rows, for each of the first input's groups of query heads."""
     groups, block = inputs[0][0].shape[0], rows.block
     visits, count = _visits(spans, rows.tokens, block, interpret=rows.interpret)
     by_block = jnp.swapaxes(spans.reshape(3, -1, block), 0, 1)
@@ -353,7 +334,6 @@ def _call(
 
 
 def _specs(q: Array, k: Array, rows: _Rows) -> tuple[pl.BlockSpec, ...]:
-    """Return the blocks of q, k, v, the output and numbers per query and head."""
     (groups, heads, _, width), block = q.shape, rows.block
     shared = groups // k.shape[0]
     return (
@@ -373,7 +353,7 @@ def _attend(
     spans: Int[Array, "3 M"],
     rows: _Rows,
 ) -> Float[Array, "M Hh"]:
-    """Attention in the arrays' layouts that the kernels and their neighbours share: P groups of g query heads."""
+    """P groups of g query heads."""
     return _attend_forward(q, k, v, spans, rows)[0]
 
 
@@ -405,7 +385,7 @@ def _attend_backward(rows: _Rows, residuals: tuple[Array, ...], grads: Array) ->
     q, k, v, spans, out, log_sum = residuals
     (groups, heads, M, width), block = q.shape, rows.block
     of_q, of_k, of_v, of_out, numbers = _specs(q, k, rows)
-    # Padding thereby has probability 0 everywhere.
+    # Probability 0 for padding.
     valid = spans[2] <= jnp.arange(M)
     log_sum = jnp.where(valid[None, None], log_sum, -_MASKED)
     dq, d_keys = _call(
@@ -436,7 +416,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _heads_per_visit(heads: int, kv_heads: int, width: int) -> int:
-    """Query heads of one key head that are served at a time: as many as fit, but work for two cores if possible."""
+    """Return the heads of a visit: as many as fit, leaving work for two cores if possible."""
     fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * width <= _HEADS * _LANES)]
     return max(fitting, key=lambda n: (min(kv_heads * heads // n, 2), n))
 
@@ -449,16 +429,11 @@ def attention(
     *,
     interpret: Any = False,
 ) -> Float[Array, "B N H h"]:
-    """Attention softmax(q k^T / sqrt(h)) v over the keys that each token sees, as `packed_attention` states it.
-
-    The output of padding is an unspecified finite value; padding gets and gives zero gradient.
+    """Return attention softmax(q k^T / sqrt(h)) v, as `packed_attention`.
 
     Args:
-      q: queries; query head i reads key/value head i // (H / Kv).
-      k: keys.
-      v: values.
       spans: prompt_start, prompt_end and own_start of `packed_attention.Spans`.
-      interpret: run the kernels on any backend, slowly, for tests; True, or `pltpu.InterpretParams` to look for races.
+      interpret: on any backend, slowly, for tests; True, or `pltpu.InterpretParams` to look for races.
     """
     B, N, H, h = q.shape
     Kv, block = k.shape[2], block_length(N, q.dtype.itemsize)
@@ -470,7 +445,7 @@ def attention(
     ends = jnp.stack([x + first for x in (start, end, own)]).reshape(3, B * row)
 
     def tokens(x: Array) -> Array:
-        """Lay the rows end to end, padded to whole blocks, and the head dimension to whole lanes."""
+        """Lay rows end to end, padded to whole blocks and lanes."""
         x = jnp.pad(x, ((0, 0), (0, row - N), (0, 0), (0, -h % _LANES)))
         return x.reshape(B * row, *x.shape[2:])
 

@@ -1,4 +1,4 @@
-"""Sums of rows by target on TPU: products with one-hot matrices, by the grouped matmul's kernel of outer products."""
+"""Sums of rows by target on TPU, as products with one-hot matrices."""
 
 from typing import NamedTuple
 
@@ -11,34 +11,39 @@ from gspo_jax.kernels.grouped_matmul_tpu import outer
 from gspo_jax.kernels.visits_tpu import LANES
 
 ROW_SUMS = "row_sums"
-"""Name of the kernel, whose products stand for sums."""
+"""The kernel's name. Its products stand for sums."""
 
 
 class ByTarget(NamedTuple):
-    """Rows in the order of their targets."""
+    """Rows sorted by target."""
 
     order: Int[Array, " N"]
-    """The rows; those without a target come last."""
+    """Rows without a target come last."""
     targets: Int[Array, " N"]
-    """Their targets; the number of targets for rows without one."""
+    """`size` for rows without one."""
+
+
+def in_order(keys: Int[Array, " N"], most: int) -> tuple[Int[Array, " N"], Int[Array, " N"]]:
+    """Return keys in [0, `most`] sorted, and the order that sorts them stably."""
+    N, number = len(keys), jnp.arange(len(keys), dtype=jnp.int32)
+    if (most + 1) * N < 2**31:  # one number holds both: cheaper than sorting two arrays
+        ordered, order = jnp.divmod(jnp.sort(keys * N + number, stable=False), N)
+        return ordered, order
+    ordered, order = jax.lax.sort((keys, number), num_keys=1)
+    return ordered, order
 
 
 def by_target(targets: Int[Array, " N"], count: Int[Array, ""], size: int) -> ByTarget:
-    """The order of N rows by their targets in [0, `size`), which those from `count` on do not have."""
-    N, number = len(targets), jnp.arange(len(targets), dtype=jnp.int32)
-    keys = jnp.where(number < count, targets, size)
-    if (size + 1) * N < 2**31:  # one number holds both: cheaper than sorting two arrays
-        ordered, order = jnp.divmod(jnp.sort(keys * N + number, stable=False), N)
-    else:
-        ordered, order = jax.lax.sort((keys, number), num_keys=1)
+    """Sort rows by target in [0, `size`). Rows from `count` on have none."""
+    keys = jnp.where(jnp.arange(len(targets)) < count, targets, size)
+    ordered, order = in_order(keys, size)
     return ByTarget(order, ordered)
 
 
 def row_sums(rows: Float[Array, "N D"], by: ByTarget, size: int, *, interpret: bool = False) -> Float[Array, "M D"]:
-    """Compute out[m] = Σ_n rows[n] over the rows n with target m, in [0, M) with M = `size`.
+    """Compute out[m] = Σ_n rows[n] over the rows with target m in [0, M), M = `size`.
 
-    In the order of their targets, rows of a block of `LANES` of these are adjacent, and its sums are the product of a
-    one-hot matrix with them. Accumulated in float32 and rounded once.
+    Sorted rows of `LANES` targets are adjacent: a one-hot product sums them. Accumulated in float32, rounded once.
     """
     blocks = pl.cdiv(size, LANES)
     block, lane = jnp.divmod(by.targets, LANES)

@@ -1,11 +1,11 @@
-"""Names of scopes (`jax.named_scope`) by which programs tell the planner what their text does not."""
+"""Names of scopes (`jax.named_scope`) that inform the planner."""
 
 AT_MOST = r"at_most_(\d+)"
-"""Pattern of the names that `at_most` makes."""
+"""Pattern of `at_most` names."""
 RARELY = "rarely"
-"""A branch that is taken, or a loop that turns, so rarely that costs ignore it."""
+"""A branch taken, or a loop repeated, so rarely that costs ignore it."""
 
 
 def at_most(trips: int) -> str:
-    """The name that declares the maximum trip count of a loop whose trips depend on data."""
+    """Return the scope name for the maximum trip count of a data-dependent loop."""
     return f"at_most_{trips}"

@@ -1,8 +1,7 @@
-"""Visits of tiles of sorted rows by groups, on TPU: their schedule, and what the grouped matmul's kernels do in each.
+"""Visits of tiles of sorted rows by groups on TPU: their schedule, and shared parts of the kernels.
 
-Rows are split into tiles. A tile is visited once for each group that has rows in it, and tiles past the last group are
-never visited, so the work scales with the rows in the groups, not with the buffer or the number of experts. Of a tile
-that it has only some rows in, a group computes the parts of 128 rows that hold them.
+A group visits only tiles with its rows, so work scales with used rows, not with the buffer or the number of experts. In
+a shared tile it computes only the parts of 128 rows that hold its rows.
 """
 
 import functools
@@ -21,25 +20,24 @@ from gspo_jax.kernels.backend import unchecked
 
 LANES = 128
 VMEM = 14 * 2**20
-"""Byte budget of a kernel's blocks out of the 16 MiB of VMEM that the compiler grants; measured: more can fail."""
+"""Byte budget of a kernel's blocks, of the 16 MiB of VMEM that the compiler grants. Measured: more can fail."""
 
 
 class Visits(NamedTuple):
-    """Schedule of (group, tile) pairs: the tiles of each group in order, then one visit for each group without rows.
+    """Schedule of (group, tile) pairs: each group's tiles in order, then one visit per empty group.
 
-    Its length V allows for one visit per tile plus one for each group that begins inside a tile.
+    V allows for one visit per tile plus one per group that begins inside a tile.
     """
 
     group: Int[Array, " V"]
     tile: Int[Array, " V"]
     first: Int[Array, " V"]
-    """Offset in the tile of the group's first row."""
+    """The group's first row in the tile."""
     end: Int[Array, " V"]
-    """Offset in the tile just past the group's last row."""
+    """One past the group's last row in the tile."""
 
 
 def _visits_kernel(sizes: Any, group: Any, tile: Any, first: Any, end: Any, counts: Any, *, rows: int) -> None:
-    """Write the visits of each group in turn, then those of the empty groups; a tile has `rows` rows."""
     E = sizes.shape[0]
 
     def write(v: Array, *visit: Array | int) -> Array:
@@ -54,7 +52,7 @@ def _visits_kernel(sizes: Any, group: Any, tile: Any, first: Any, end: Any, coun
         def one(t: Array, v: Array) -> Array:
             return write(v, e, t, jnp.maximum(start - t * rows, 0), jnp.minimum(stop - t * rows, rows))
 
-        # From the tile of the first row to that of the last; no tile for an empty group.
+        # No tile for an empty group.
         tiles = jnp.where(sizes[e] > 0, (stop - 1) // rows + 1, 0)
         return stop, jax.lax.fori_loop(start // rows, tiles, one, v)
 
@@ -69,11 +67,10 @@ def _visits_kernel(sizes: Any, group: Any, tile: Any, first: Any, end: Any, coun
 def schedule(
     group_sizes: Int[Array, " E"], rows: int, tile: int, *, interpret: bool
 ) -> tuple[Visits, Int[Array, " 2"]]:
-    """Return the visits and two counts: the visits with rows, and all visits including those of empty groups.
+    """Return the visits and two counts: visits with rows, and all visits.
 
-    Scalar loops in a kernel take less time than the many small array operations of a plain-XLA version. Because it is
-    jitted it is traced once, so the compiler sees identical kernels wherever the groups are the same, in forward and
-    backward, and runs them once.
+    Scalar loops in a kernel beat many small XLA operations. Jitted to be traced once: for equal groups the compiler
+    sees identical kernels and runs them once.
     """
     E = group_sizes.shape[0]
     room = pl.cdiv(rows, tile) + E - 1
@@ -92,11 +89,10 @@ def schedule(
 
 
 def row_tile(rows: int, groups: int, likely: int, width: int, size: int) -> int:
-    """Rows per tile: the largest of 512, 256 and 128 that an average group fills; fewer if rows are very wide or few.
+    """Return the rows per tile: the largest of 512, 256 and 128 that an average group fills; fewer if few or very wide.
 
-    Short tiles leave the matrix units waiting for weights, as do the parts that are computed of a group's first and
-    last tile; of tiles longer than the groups only parts would be. Two buffers of a tile, whose rows have `width`
-    elements of `size` bytes, take at most a third of the VMEM budget.
+    Short tiles leave the matrix units waiting for weights, and so do parts of tiles longer than a group. Two buffers of
+    rows of `width` elements of `size` bytes take at most a third of the VMEM budget.
     """
     tile = next((t for t in (512, 256) if likely // groups >= t), LANES)
     while tile > 16 and 2 * size * tile * width > VMEM // 3:
@@ -105,14 +101,14 @@ def row_tile(rows: int, groups: int, likely: int, width: int, size: int) -> int:
 
 
 def _part(tile: int) -> int:
-    """Rows per part of a tile: the fewest that are computed at once."""
+    """Return the fewest rows computed at once."""
     return LANES if tile % LANES == 0 else tile
 
 
 def executed_rows(group_sizes: Int[np.ndarray, " E"], tile: int) -> int:
-    """Rows that a kernel with tiles of `tile` rows computes: for each group, whole, the parts that hold rows of it.
+    """Return the rows that a kernel with this tile computes: all parts with a group's rows, whole.
 
-    The name of a kernel ends in its tile.
+    A kernel's name ends in its tile.
     """
     part, ends = _part(tile), np.cumsum(group_sizes)
     parts = -(-ends // part) - (ends - group_sizes) // part
@@ -120,10 +116,10 @@ def executed_rows(group_sizes: Int[np.ndarray, " E"], tile: int) -> int:
 
 
 def for_parts(first: Array, end: Array, rows: int, run: Callable[[Any, Array, Array], None]) -> None:
-    """Call run(slice, first, end) for slices of a tile of `rows` rows that cover the parts with rows of [first, end).
+    """Call run(slice, first, end) for slices of a tile that cover the parts with rows of [first, end).
 
-    In the call first and end count from the slice. A slice has one, two, four, … parts, as in the binary number of the
-    parts to cover: a product takes less time per row the more rows it has, and least for a whole tile.
+    In the call, first and end count from the slice. Slices have one, two, four, … parts, the binary digits of the
+    total: larger products take less time per row.
     """
     part = _part(rows)
     begin = first // part
@@ -148,9 +144,9 @@ def accumulate(
     totals: Sequence[Any],
     outs: Sequence[Any],
 ) -> None:
-    """Sum up the visits of each group, along an axis of the grid, and write the sums after a group's last.
+    """Sum each group's visits along a grid axis, and write the sums after its last.
 
-    `add` adds to the totals for a slice of each of the tiles, in which the rows of other groups are zero.
+    `add` gets a slice of each tile, other groups' rows zeroed.
     """
     v, last = pl.program_id(axis), pl.num_programs(axis) - 1
     begins = (v == 0) | (group[jnp.maximum(v - 1, 0)] != group[v])
@@ -162,7 +158,7 @@ def accumulate(
             total[...] = jnp.zeros_like(total)
 
     def run(at: Any, first: Array, end: Array) -> None:
-        def own(x: Array) -> Array:  # masks all factors, because the other rows may hold NaN
+        def own(x: Array) -> Array:  # masks all factors: other rows may hold NaN
             row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
             return jnp.where((row >= first) & (row < end), x.astype(jnp.float32), 0).astype(x.dtype)
 
@@ -185,6 +181,6 @@ def accumulate(
 
 
 def taken(refs: Sequence[Any], *counts: int) -> list[tuple[Any, ...]]:
-    """The refs, in groups of these sizes."""
+    """Split refs into groups of these sizes."""
     rest = iter(refs)
     return [tuple(itertools.islice(rest, count)) for count in counts]

@@ -1,8 +1,4 @@
-"""Grouped-query attention with normed queries and keys and rotary positions.
-
-This module computes q, k, v and the output projection. The caller's `attend` decides what a query sees: the causal
-forward, a prefill, or a decode step with a cache.
-"""
+"""Grouped-query attention with normed queries and keys and rotary positions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from gspo_jax.kernels.attention import Rows, causal_attention, decode_attention
+from gspo_jax.kernels.attention import SlotRows, causal_attention, decode_attention
 from gspo_jax.kernels.kv import KV
 from gspo_jax.kernels.packed_attention import Spans, packed_attention
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
@@ -21,21 +17,23 @@ from gspo_jax.models.matrices import project
 from gspo_jax.parallel.mesh import AXES, TRAINER, constrain, has_mesh, manual_axes, spec, without_axes
 
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
-"""(q [B,T,H,h], k [B,T,Kv,h], v [B,T,Kv,h]) -> (output [B,T,H,h], anything the caller wants returned)."""
+"""(q [B,T,H,h], k [B,T,Kv,h], v [B,T,Kv,h]) -> (output [B,T,H,h], anything to return).
+
+It decides what a query sees.
+"""
 
 _Axes = tuple[str | None, ...]
-"""The logical axes of an array's first dimensions."""
 
 
 def rms_norm(x: Float[Array, "*b D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*b D"]:
-    """x / rms(x) · scale, computed in float32 and returned in x's dtype."""
+    """Return x / rms(x) · scale, computed in float32, in x's dtype."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     return (y * scale.reshape((1,) * (y.ndim - 1) + (-1,))).astype(x.dtype)
 
 
 def rope(x: Float[Array, "B N T h"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B N T h"]:
-    """Rotate pairs (x_i, x_{i+h/2}) by position · theta^(-2i/h) (arXiv 2104.09864, the half-split layout)."""
+    """Rotate pairs (x_i, x_{i+h/2}) by position · theta^(-2i/h) (arXiv 2104.09864, half-split layout)."""
     half = x.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions[:, None, :, None].astype(jnp.float32) * frequency.reshape(1, 1, 1, half)
@@ -45,14 +43,14 @@ def rope(x: Float[Array, "B N T h"], positions: Int[Array, "B T"], theta: float)
 
 
 def _on_shards(attend: Callable[..., Array], arrays: tuple[Any, ...], axes: tuple[_Axes, ...], out: _Axes) -> Array:
-    """attend(*arrays) on each shard of the mesh in scope, given its part by logical axes: XLA cannot split a kernel.
+    """Run attend(*arrays) on each shard, split by logical axes: XLA cannot split a kernel.
 
-    Along mesh axes that are manual already, the arrays are split on entry.
+    Along manual mesh axes the arrays are split already.
     """
     if not has_mesh() or not (automatic := set(AXES) - manual_axes()):
         return attend(*arrays)
     *parts, result = (without_axes(spec(names, TRAINER), manual_axes()) for names in (*axes, out))
-    # A kernel does not declare the mesh axes that its output varies over: all of those in `out`.
+    # Kernels do not declare their varying mesh axes.
     layout = {"in_specs": tuple(parts), "out_specs": result, "check_vma": False}
     return jax.shard_map(attend, axis_names=automatic, **layout)(*arrays)
 
@@ -60,7 +58,7 @@ def _on_shards(attend: Callable[..., Array], arrays: tuple[Any, ...], axes: tupl
 def attend_causal(
     q: Float[Array, "B N H h"], k: Float[Array, "B N Kv h"], v: Float[Array, "B N Kv h"], valid: Bool[Array, "B N"]
 ) -> Float[Array, "B N H h"]:
-    """`causal_attention` on each shard's own rows and heads."""
+    """Run `causal_attention` on each shard."""
     queries, keys = ("batch", None, "heads"), ("batch", None, "kv_heads")
     return _on_shards(causal_attention, (q, k, v, valid), (queries, keys, keys, ("batch",)), queries)
 
@@ -68,7 +66,7 @@ def attend_causal(
 def attend_packed(
     q: Float[Array, "B N H h"], k: Float[Array, "B N Kv h"], v: Float[Array, "B N Kv h"], spans: Spans
 ) -> Float[Array, "B N H h"]:
-    """`packed_attention` on each shard's own rows and heads."""
+    """Run `packed_attention` on each shard."""
     queries, keys = ("batch", None, "heads"), ("batch", None, "kv_heads")
     return _on_shards(packed_attention, (q, k, v, spans), (queries, keys, keys, ("batch",)), queries)
 
@@ -84,9 +82,9 @@ def attend_cached(
     layer: Int[Array, ""],
     step: Int[Array, ""],
     ages: Int[Array, " B"],
-    rows: Rows | None,
+    rows: SlotRows | None,
 ) -> Float[Array, "B H h"]:
-    """`decode_attention` on each shard's own heads; the decoder has split the batch already."""
+    """Run `decode_attention` on each shard's heads. The batch is split already."""
 
     def attend(q: Array, keys: KV, values: KV, lengths: Array, k: KV, v: KV, where: dict) -> Array:
         return decode_attention(q, keys, values, lengths, k, v, **where)
@@ -98,13 +96,10 @@ def attend_cached(
 
 
 class HeadNorm(nnx.Module):
-    """RMS norm of each head on its own, with one scale [h] for all heads, as in Qwen3.
-
-    The scale has a leading layer axis; `__call__` gets one layer's slice of it.
-    """
+    """RMS norm of each head, with one scale [h] for all, as in Qwen3."""
 
     def __init__(self, config: ModelConfig, stack: Stack, axis: str, *, rngs: nnx.Rngs):
-        del axis  # "heads" or "kv_heads": all of them share the scale
+        del axis
         self.eps = config.rms_norm_eps
         self.scale = parameter(rngs, (stack.layers, config.head_dim), ("layers", "head_dim"), ones, float32=True)
 
@@ -114,17 +109,17 @@ class HeadNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention. Parameters have a leading layer axis; `__call__` gets one layer's slice of them.
+    """Grouped-query attention. Parameters have a leading layer axis. `__call__` gets one layer's slice.
 
-    `norm(config, stack, axis, rngs=…)` makes the module that norms the heads [B, N, T, h] of queries (axis "heads")
-    or keys ("kv_heads") before their rotation.
+    `norm(config, stack, axis, rngs=…)` makes the norm of heads [B, N, T, h] of queries (axis "heads") or keys
+    ("kv_heads").
     """
 
     def __init__(self, config: ModelConfig, stack: Stack, *, norm: Callable[..., nnx.Module], rngs: nnx.Rngs):
         L, D, h = stack.layers, config.hidden_size, config.head_dim
         queries, keys = config.num_heads * h, config.num_kv_heads * h
         self.config = config
-        # Matrices, heads side by side: split into heads, a TPU would keep them in a layout that its matmuls copy.
+        # Heads side by side: a TPU would keep split ones in a layout that its matmuls copy.
         self.q = parameter(rngs, (L, D, queries), ("layers", "embed", "heads"))
         self.k = parameter(rngs, (L, D, keys), ("layers", "embed", "kv_heads"))
         self.v = parameter(rngs, (L, D, keys), ("layers", "embed", "kv_heads"))
@@ -135,7 +130,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], attend: Attend
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """Return the attention output, and what `attend` kept (keys and values for the cache, or None)."""
+        """Return the attention output, and what `attend` kept."""
         theta = self.config.rope_theta
         q, k, v = map(self._heads, project(self, ("q", "k", "v"), x))
         q = rope(self.q_norm(q), positions, theta)
@@ -148,6 +143,6 @@ class Attention(nnx.Module):
         return checkpoint_name(y, "dot"), kept
 
     def _heads(self, x: Float[Array, "B T n"]) -> Float[Array, "B N T h"]:
-        """Move heads before tokens, as attention wants them; before norm and rotation, which make it float32."""
+        """Move heads before tokens, before norm and rotation make them float32."""
         heads = x.reshape(*x.shape[:2], -1, self.config.head_dim)
         return checkpoint_name(jnp.swapaxes(heads, 1, 2), "dot")

@@ -1,8 +1,8 @@
-"""Model shapes: a transformer's sizes, its stacks of equal layers, and the declaration of a parameter."""
+"""Model shapes, stacks of equal layers, and the declaration of a parameter."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,15 @@ from gspo_jax.errors import UserError, choices
 from gspo_jax.parallel import mesh as mesh_lib
 
 FAMILIES: dict[str, Any] = {}
-"""Every family, by the name of its file; `models/families` fills it."""
+"""By file name. Filled by `models/families`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The sizes and constants of a model that change its computation; `families` says how they become layers."""
+    """Sizes and constants that change a model's computation."""
 
     family: str = "qwen3"
-    """File in `models/families` that builds the model and reads and writes its Hugging Face folders."""
+    """File in `models/families`."""
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -29,13 +29,13 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    """Width of the dense feed-forward (unused by an all-MoE model, kept for the Hugging Face config)."""
+    """Unused by an all-MoE model, kept for the Hugging Face config."""
     num_experts: int = 0
-    """Experts per routed layer; 0 for a dense model."""
+    """Per routed layer; 0 for a dense model."""
     experts_per_token: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = True
-    """Renormalise the chosen experts' probabilities to sum to one."""
+    """Make the chosen experts' probabilities sum to one."""
     rope_theta: float = 1e6
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
@@ -44,7 +44,7 @@ class ModelConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise a UserError for sizes that make no transformer."""
+        """Raise a UserError for inconsistent sizes."""
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
@@ -60,7 +60,7 @@ class ModelConfig:
 
     @property
     def stacks(self) -> tuple["Stack", ...]:
-        """The model's layers as its family stacks them, first to last.
+        """The layers as the family stacks them.
 
         Raises:
           UserError: no family has this name.
@@ -71,7 +71,7 @@ class ModelConfig:
 
     @property
     def routed_layers(self) -> int:
-        """Layers with a router: the leading dimension L of routes, of load and of drift. 0 for a dense model."""
+        """L, the leading dimension of routes, load and drift; 0 for a dense model."""
         return sum(stack.layers for stack in self.stacks if stack.is_routed)
 
     @property
@@ -81,16 +81,16 @@ class ModelConfig:
 
     @property
     def route_shape(self) -> tuple[int, int]:
-        """[L, K] of a token's route: routed layers, experts per token; (0, 0) for a dense model."""
+        """[L, K], routed layers and experts per token; (0, 0) for a dense model."""
         return (self.routed_layers, self.experts_per_token) if self.is_routed else (0, 0)
 
     @property
     def expert_dtype(self) -> np.dtype:
-        """The smallest signed integer dtype that holds every expert id, and -1."""
+        """The smallest signed integer dtype for expert ids and -1."""
         return np.min_scalar_type(-max(self.num_experts, 1))
 
     def check_mesh(self, sizes: dict[str, int]) -> None:
-        """Raise a UserError if a mesh axis does not divide the dimension it splits."""
+        """Raise a UserError if a mesh axis does not divide its dimension."""
         if not self.is_routed and sizes["expert"] > 1:
             raise UserError(f"mesh axis expert = {sizes['expert']} but the model is dense; use expert = 1")
         routed = [stack for stack in self.stacks if stack.is_routed]
@@ -113,35 +113,20 @@ class ModelConfig:
                     )
 
 
-class LayerFlops(NamedTuple):
-    """Floating-point operations of one layer's forward, by what they are counted per."""
-
-    trunk: int
-    """Per token: projections, router, and the feed-forward up to its last matrix."""
-    down: int
-    """Per token: the feed-forward's last matrix, whose output the backward pass does not need."""
-    attention: int
-    """Per query and visible key, all heads together: scores and weighted values."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stack:
-    """Consecutive layers of equal shapes, which one scan runs."""
+    """Consecutive layers of equal shapes, run by one scan."""
 
     layers: int
-    """Layers in the stack."""
     attention: Callable[..., nnx.Module]
-    """Makes the stack's attention: `attention(config, stack, rngs=…)`."""
+    """Called as `attention(config, stack, rngs=…)`."""
     feed_forward: Callable[..., nnx.Module]
-    """Makes the stack's feed-forward: `feed_forward(config, stack, dispatch, rngs=…)`."""
+    """Called as `feed_forward(config, stack, dispatch, rngs=…)`."""
     width: int
     """Inner width F of the feed-forward, or of one expert."""
     experts: int = 0
-    """Experts per layer; 0 for dense layers."""
+    """Per layer; 0 for dense layers."""
     experts_per_token: int = 0
-    """Experts per token; 0 for dense layers."""
-    flops: LayerFlops
-    """Operations of one of the layers."""
 
     @property
     def is_routed(self) -> bool:
@@ -150,12 +135,12 @@ class Stack:
 
     @property
     def active_width(self) -> int:
-        """Inner width that one token passes through: K · F in a routed layer, F in a dense one."""
+        """Inner width per token: K · F if routed, F if dense."""
         return self.width * self.experts_per_token if self.is_routed else self.width
 
 
 def normal(stddev: float = 0.02) -> Callable[..., jax.Array]:
-    """The initialiser of matrices: a plain normal."""
+    """Return the initialiser of matrices, a plain normal."""
     return jax.nn.initializers.normal(stddev)
 
 
@@ -171,20 +156,19 @@ def parameter(
     float32: bool = False,
     kind: type[nnx.Param] = nnx.Param,
 ) -> nnx.Param[jax.Array]:
-    """Declare a parameter once: its shape, its logical axes (see parallel/mesh.py) and its initialiser.
+    """Declare a parameter: shape, logical axes (see parallel/mesh.py) and initialiser.
 
-    The trainer stores parameters in float32. `float32` marks those that the forward also reads in float32, whatever
-    the compute dtype; the sampler's copy therefore keeps them as they are. `kind` tells parameters apart that are
-    trained from those that are not.
+    The trainer stores float32. `float32` marks parameters that trainer and sampler read in float32, whatever the
+    compute dtype. `kind` tells trained parameters from others.
     """
     return kind((init or normal())(rngs.params(), shape, jnp.float32), axes=axes, float32=float32)
 
 
 def dotted(key: jax.tree_util.KeyPath) -> str:
-    """The path of a parameter, such as "layers.0.mlp.gate"; a leaf's last key is the value inside its nnx.Param."""
+    """Return a path like "layers.0.mlp.gate". A leaf's last key is the value inside its nnx.Param."""
     return jax.tree_util.keystr(key[:-1], simple=True, separator=".")
 
 
 def by_path(params: nnx.State) -> dict[str, Any]:
-    """The leaves of parameters, or of their shapes, by path."""
+    """Return leaves by path."""
     return {dotted(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(params)}

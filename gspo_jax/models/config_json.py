@@ -1,4 +1,4 @@
-"""The parts of a Hugging Face config.json that families share: reading, checking and writing fields."""
+"""The parts of a Hugging Face config.json that families share."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ _SIZES = {
     "num_heads": "num_attention_heads",
     "intermediate_size": "intermediate_size",
 }
-"""Sizes that every config.json must have: our field, and theirs."""
+"""Required sizes: our field, and theirs."""
 
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -34,18 +34,18 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, None),
     "quantization_config": (None,),
 }
-"""Fields that would change the computation, each with the values that every family implements."""
+"""Fields that would change the computation, with the values that every family implements."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ConfigJson:
-    """The fields of one config.json, and where they were read."""
+    """One config.json."""
 
     file: pathlib.Path
     fields: Mapping[str, Any]
 
     def check(self, supported: Mapping[str, tuple[Any, ...]]) -> None:
-        """Raise a UserError for the first field whose value is not listed; an absent field has the first value."""
+        """Raise a UserError for the first unlisted value. An absent field has the first listed."""
         facts = dict(self.fields)
         facts["sliding_window"] = facts.get("sliding_window") if facts.get("use_sliding_window") else None
         types = facts.get("layer_types") or []
@@ -57,10 +57,10 @@ class ConfigJson:
                 raise UserError(f"{self.file}: {field} is {_shown(facts[field])}; supported: only {listed}")
 
     def size(self, *names: str, default: int | None = None) -> int:
-        """Return the positive integer under the first of `names` that is present, or `default`.
+        """Return the positive integer under the first of `names` present, or `default`.
 
         Raises:
-          UserError: none is present and there is no default, or the value is no positive integer.
+          UserError: there is neither, or it is no positive integer.
         """
         value = next((self.fields[name] for name in names if self.fields.get(name) is not None), default)
         if value is None:
@@ -71,20 +71,20 @@ class ConfigJson:
         return value
 
     def number(self, name: str, value: Any) -> float:
-        """Return the value of the field `name`; raise a UserError unless it is a positive number."""
+        """Return `value` as a float. Raise a UserError unless it is a positive number."""
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
             raise UserError(f"{self.file}: {name} is {_shown(value)}; it must be a positive number")
         return float(value)
 
     def flag(self, name: str) -> bool:
-        """Return a field that is true or false; absent and null are false; raise a UserError for anything else."""
+        """Return a boolean, False if absent or null. Raise a UserError for anything else."""
         value = self.fields.get(name)
         if value is not None and not isinstance(value, bool):
             raise UserError(f"{self.file}: {name} is {_shown(value)}; it must be true or false")
         return bool(value)
 
     def experts_per_token(self, experts: int) -> int:
-        """Return `num_experts_per_tok`; raise a UserError if it exceeds the number of experts."""
+        """Return `num_experts_per_tok`. Raise a UserError if it exceeds `experts`."""
         chosen = self.size("num_experts_per_tok")
         if chosen > experts:
             raise UserError(
@@ -96,11 +96,10 @@ class ConfigJson:
         """Return the `ModelConfig` fields that families read alike.
 
         Args:
-          positions, eps, pad, eos: what transformers assumes if max_position_embeddings, rms_norm_eps, pad_token_id or
-            eos_token_id is absent.
+          positions, eps, pad, eos: transformers' defaults for absent fields.
 
         Raises:
-          UserError: a size is missing, or the rotary positions are of a kind that is not implemented.
+          UserError: a size is missing, or the kind of rotary positions is not implemented.
         """
         ends = self.fields.get("eos_token_id", eos)
         return {
@@ -115,7 +114,7 @@ class ConfigJson:
         }
 
     def _rope_theta(self) -> float:
-        """The base of the rotary frequencies: inside `rope_parameters` (transformers 5) before the top level (4)."""
+        """Return the base from `rope_parameters` (transformers 5) before the top level (4)."""
         theta = self.fields.get("rope_theta", 10000.0)
         for field in ("rope_parameters", "rope_scaling"):
             rope = self.fields.get(field) or {}
@@ -133,23 +132,20 @@ def _is_plain_rope(rope: Mapping[str, Any]) -> bool:
 
 
 def token_id(file: pathlib.Path, field: str, value: Any) -> int | None:
-    """Return the token id, or None for null, that a field of a Hugging Face file has; raise a UserError otherwise."""
+    """Return a token id, or None for null. Raise a UserError for anything else."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31):
         raise UserError(f"{file}: {field} is {_shown(value)}; it must be a token id, an integer from 0 on")
     return value
 
 
 def token_ids(file: pathlib.Path, field: str, value: Any) -> tuple[int, ...]:
-    """Return the token ids of a field that is a token id, a list of them, or null; as `token_id`."""
+    """Return the token ids of one id, a list or null. Raise as `token_id`."""
     ids = [token_id(file, field, item) for item in (value if isinstance(value, list) else [value])]
     return tuple(i for i in ids if i is not None)
 
 
 def common_fields(config: ModelConfig) -> dict[str, Any]:
-    """Return the config.json fields that families write alike, for transformers from 4.51 on and 5.
-
-    RoPE is in both spellings, the rest in the older one.
-    """
+    """Return the config.json fields that families write alike, for transformers from 4.51 on."""
     eos = list(config.eos_token_ids)
     return {theirs: getattr(config, ours) for ours, theirs in _SIZES.items()} | {
         "num_key_value_heads": config.num_kv_heads,
@@ -167,29 +163,21 @@ def common_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_if_any(file: pathlib.Path) -> dict[str, Any]:
-    """Return the JSON object in a file, an empty one if there is no such file; raises as `read_json`."""
-    return read_json(file, "") if foreign.is_file(file, inside=file.parent) else {}
+    """Return the JSON object in a file, or {} if there is no file. Raise as `read_json`."""
+    return foreign.read_json(file, inside=file.parent, remedy="download it again or correct it") or {}
 
 
 def read_json(file: pathlib.Path, missing: str) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises:
-      UserError: the file does not exist, with the message `missing`, is a link out of its folder, or holds anything
-        else.
+      UserError: the file does not exist (message `missing`), links out of its folder, or holds anything else.
     """
     if not foreign.is_file(file, inside=file.parent):
         raise UserError(missing)
-    try:
-        value = json.loads(file.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not valid JSON ({error!s:.200}); download it again or correct it") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{file} holds a JSON {type(value).__name__}, not an object; download it again")
-    return value
+    return read_if_any(file)
 
 
 def _shown(value: Any) -> str:
-    """Return a JSON value for a message, cut after a line's length."""
     text = json.dumps(value)
     return text if len(text) <= 100 else f"{text[:97]}..."

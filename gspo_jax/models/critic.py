@@ -1,4 +1,4 @@
-"""PPO's critic: a value head, on a trunk of its own or on the policy's."""
+"""PPO's critic: a value head on its own trunk or on the policy's."""
 
 import dataclasses
 
@@ -14,9 +14,9 @@ from gspo_jax.models.transformer import Transformer
 
 
 class Critic(nnx.Module):
-    """V = h · w, with h the hidden state that a token is predicted from: the value of the text before that token.
+    """V = h · w: the value of the text before a token, from the hidden state h that predicts the token.
 
-    The head starts at zero, so that initial values are 0 whatever the trunk.
+    The head starts at zero.
     """
 
     def __init__(
@@ -28,20 +28,20 @@ class Critic(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         dispatch: Dispatch = "gather",
     ):
-        # Tied embeddings: a trunk that predicts no tokens needs no unembedding.
+        # A trunk that predicts no tokens needs no unembedding.
         trunk = dataclasses.replace(config, tie_word_embeddings=True)
         self.trunk = Transformer(trunk, rngs=rngs, dtype=dtype, dispatch=dispatch) if own_trunk else None
         self.head = parameter(rngs, (config.hidden_size,), ("embed",), jax.nn.initializers.zeros, float32=True)
 
     def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-        """Return float32 values, from hidden states of the trunk or of the policy."""
+        """Return float32 values."""
         return jnp.einsum("btd,d->bt", hidden.astype(jnp.float32), self.head[...])
 
 
 def abstract(
     config: ModelConfig, *, own_trunk: bool, dtype: DTypeLike, dispatch: Dispatch = "gather"
 ) -> tuple[nnx.GraphDef[Critic], nnx.State]:
-    """Return the critic's graph and the shapes of its parameters, without allocating any."""
+    """Return the critic's graph and parameter shapes, without allocating any."""
     return nnx.split(
         nnx.eval_shape(
             lambda: Critic(config, own_trunk=own_trunk, rngs=nnx.Rngs(0), dtype=dtype, dispatch=dispatch),
@@ -50,9 +50,9 @@ def abstract(
 
 
 def first_params(shapes: nnx.State, policy: nnx.State) -> nnx.State:
-    """Return a critic's initial parameters: the trunk a copy of the policy's, the head zero.
+    """Return initial parameters: a copy of the policy as trunk, and a zero head.
 
-    The copy has its own buffers, because the update donates both models'.
+    A copy, because the update donates both models' buffers.
     """
     trunk = dict(jax.tree_util.tree_leaves_with_path(policy))
 

@@ -1,21 +1,17 @@
-"""Dispatch and combine: sends tokens to the experts sharded over the mesh axis `expert`, and brings results back.
+"""Dispatch and combine: send tokens to experts sharded over the mesh axis `expert`, and bring results back.
 
-Two ways compute the same Σ_k w_k · down_e(silu(gate_e x) · up_e x), with e the token's k-th expert; neither drops any:
+Two ways compute the same Σ_k w_k · down_e(silu(gate_e x) · up_e x), with e the token's k-th expert. Neither drops any:
 
-* `gather` all-gathers the tokens of an expert group; each shard adds up the outputs of its own experts.
-* `ragged_all_to_all` sends each (token, expert) pair to the one shard that holds the expert, without padding. The
-  TPU's compiler supports it, the CPU's does not.
+* `gather` all-gathers the tokens of an expert group, and each shard adds up its own experts' outputs.
+* `ragged_all_to_all` sends each (token, expert) pair to its expert's shard, without padding. Not on CPU.
 
-With ep shards on the axis, n tokens of width D on each, and balanced experts, a shard sends and receives, each way:
-gather (ep-1)·n·D, ragged_all_to_all (ep-1)/ep·K·n·D. Gather is therefore lighter while ep <= K. Every buffer is sized
-at compile time, and ep·n·min(K, E/ep) pairs may arrive at a shard, though ep times fewer do when experts are balanced.
-Buffers (`experts`) therefore have room for a multiple of a balanced load, and are filled again if more arrive; the
-grouped matmul's work follows the rows that arrived.
+With ep shards of n tokens of width D and balanced experts, each shard sends and receives (ep-1)·n·D by gather,
+(ep-1)/ep·K·n·D by ragged_all_to_all. Gather is lighter while ep <= K. Up to ep·n·min(K, E/ep) pairs may arrive at a
+shard. Buffers (`experts`), sized at compile time, hold a multiple of a balanced load and are refilled if more arrive.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +19,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 from gspo_jax.errors import UserError
-from gspo_jax.kernels.backend import platform
+from gspo_jax.kernels.backend import platform, varying_like
 from gspo_jax.models.experts import (
     ExpertKernels,
-    Slots,
+    ExpertSlots,
     combine_experts,
     gather_up,
     sort_pairs,
@@ -37,7 +33,6 @@ from gspo_jax.models.matrices import Matrix
 from gspo_jax.parallel.mesh import AXES, BATCH_AXES, expert_axes, has_mesh, manual_axes, varying, without_axes
 
 Dispatch = Literal["gather", "ragged_all_to_all"]
-"""The way tokens reach their experts."""
 DISPATCHES: tuple[Dispatch, ...] = get_args(Dispatch)
 
 
@@ -48,71 +43,44 @@ def check_dispatch(dispatch: Dispatch, platform: str) -> None:
 
 
 def _gather(x: Array, experts: Array, weights: Array, kernels: ExpertKernels, *, layer: Array | None) -> Array:
-    """All-gather tokens, compute the own experts' share of each, and reduce-scatter the sums."""
     everyone = partial(jax.lax.all_gather, axis_name="expert", axis=0, tiled=True)
     ids = everyone(experts) - jax.lax.axis_index("expert") * kernels.held
     y = combine_experts(everyone(x), ids, everyone(weights), kernels, layer=layer, likely=experts.size)
     return jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True)
 
 
-class _Transport(NamedTuple):
-    """Layout of a shard's send buffer, and the collectives that move it. Rows without a pair are undefined."""
+def _pairs(x: Array, experts: Array, weights: Array, kernels: ExpertKernels, *, layer: Array | None) -> Array:
+    """Send existing pairs only, sorted by expert and so by shard. Rows of buffers without a pair are undefined.
 
-    source: Int[Array, " S"]
-    """The pair in each slot."""
-    slot: Int[Array, "N K"]
-    """The slot of each pair; S for a pair that is not sent."""
-    arrived: Int[Array, " R"]
-    """The expert of each received row, among those held here; their number for a row without a pair."""
-    there: Callable[[Array], Array]
-    """Sends a buffer [S, D] and returns the rows that arrived, [R, D]."""
-    back: Callable[[Array], Array]
-    """The way back: [R, D] to [S, D], each row to the slot it came from."""
-
-
-def _ragged(experts: Int[Array, "N K"], held: int, shards: int) -> _Transport:
-    """Transport by `jax.lax.ragged_all_to_all`: the existing pairs alone, sorted by expert and so by shard.
-
-    The receive buffer is sized for the worst case, min(K, `held`) pairs of every token of the group.
+    The receive buffer fits the worst case, min(K, held) pairs of every token of the group.
     """
-    N, K = experts.shape
-    order, place, sizes = sort_pairs(experts.reshape(-1), held * shards)
+    (N, K), held, shards = experts.shape, kernels.held, jax.lax.axis_size("expert")
+    source, place, sizes = sort_pairs(experts.reshape(-1), held * shards)
     every = jax.lax.all_gather(sizes.reshape(shards, held), "expert")  # [from, to, expert]
     me = jax.lax.axis_index("expert")
     moved = every.sum(axis=2)
-    start = jnp.cumsum(moved, axis=1) - moved  # in the send buffer of `from`
-    landing = jnp.cumsum(moved, axis=0) - moved  # in the receive buffer of `to`
-    there = (start[me], moved[me], landing[me], moved[:, me])
-    back = (landing[:, me], moved[:, me], start[:, me], moved[me])
+    start = jnp.cumsum(moved, axis=1) - moved  # in send buffers
+    landing = jnp.cumsum(moved, axis=0) - moved  # in receive buffers
+    there = start[me], moved[me], landing[me], moved[:, me]
+    back = landing[:, me], moved[:, me], start[:, me], moved[me]
 
-    def move(a: Array, *plan: Array, rows: int) -> Array:
-        out = jax.lax.pcast(
-            jnp.zeros((rows, a.shape[1]), a.dtype), tuple(jax.typeof(a).manual_axis_type.varying), to="varying"
-        )
+    def move(a: Array, plan: tuple[Array, ...], rows: int) -> Array:
+        out = varying_like(jnp.zeros((rows, a.shape[1]), a.dtype), a)
         return jax.lax.ragged_all_to_all(a, out, *plan, axis_name="expert")
 
     rows = shards * N * min(K, held)
     ends = jnp.cumsum(every[:, me].reshape(-1))
     run = jnp.searchsorted(ends, jnp.arange(rows, dtype=jnp.int32), side="right", method="compare_all")
-    return _Transport(
-        source=order,
-        slot=jnp.where(experts < held * shards, place.reshape(N, K), order.size),
-        arrived=jnp.where(run < ends.size, run % held, held).astype(jnp.int32),
-        there=lambda a: move(a, *there, rows=rows),
-        back=lambda a: move(a, *back, rows=order.size),
-    )
-
-
-def _pairs(x: Array, experts: Array, weights: Array, kernels: ExpertKernels, *, layer: Array | None) -> Array:
-    """Send each pair to its expert's shard, with its weight, and sum the outputs that come back."""
-    source, slot, arrived, there, back = _ragged(experts, kernels.held, jax.lax.axis_size("expert"))
-    where = Slots(source // experts.shape[1], slot)
-    sent = there(to_slots(x, where)), arrived[:, None], there(weights_to_slots(weights.astype(x.dtype), source, slot))
-    return gather_up(back(combine_experts(*sent, kernels, layer=layer, likely=experts.size)), where)
+    arrived = jnp.where(run < ends.size, run % held, held).astype(jnp.int32)  # `held`: no pair
+    slot = jnp.where(experts < held * shards, place.reshape(N, K), source.size)  # the last: not sent
+    where = ExpertSlots(source // K, slot)
+    shares = weights_to_slots(weights.astype(x.dtype), source, slot)
+    sent = move(to_slots(x, where), there, rows), arrived[:, None], move(shares, there, rows)
+    y = combine_experts(*sent, kernels, layer=layer, likely=experts.size)
+    return gather_up(move(y, back, source.size), where)
 
 
 def _flat(x: Shaped[Array, "b t w"]) -> Shaped[Array, "n w"]:
-    """Rows and tokens in one dimension."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -125,19 +93,14 @@ def exchange(
     dispatch: Dispatch,
     layer: Int[Array, ""] | None = None,
 ) -> Float[Array, "B T D"]:
-    """The experts' weighted sum for every token.
+    """Return the experts' weighted sum for every token.
 
-    On the mesh in scope, rows are sharded over the batch axes, experts over `expert` and F over `tensor`; without a
-    mesh nothing is. Along axes that are manual already (all of the batch axes or none) the arguments are local parts.
-    An `expert` axis of one needs no buffers.
+    On the mesh in scope, rows are sharded over the batch axes, experts over `expert` and F over `tensor`. Along axes
+    that are manual already (all of the batch axes or none) the arguments are local parts.
 
     Args:
-      x: the tokens.
       experts: ids, different within a token; those outside [0, E) reach no expert and are not counted.
-      weights: the factor of each expert's output.
-      kernels: the experts' kernels.
-      dispatch: the way tokens reach their experts.
-      layer: the layer to take from weights of all layers, without a gradient; None if they are one layer's.
+      layer: as in `adapted_matmuls`.
 
     Raises:
       UserError: this platform lacks the dispatch's collective.
@@ -156,9 +119,9 @@ def exchange(
         check_dispatch(dispatch, platform())
 
     def shard(x: Array, experts: Array, weights: Array, leaves: list[Array], layer: Array | None) -> Array:
-        # Kernels are the same on every data and fsdp shard, x on every tensor shard: marked varying, their gradients
-        # are summed over these. If fsdp holds whole experts, they are gathered and their gradients reduce-scattered.
-        # An adapter's narrow side is the same on every tensor shard.
+        # Kernels are equal on every data and fsdp shard, x (and an adapter's narrow side) on every tensor shard: marked
+        # varying, their gradients are summed. If fsdp holds whole experts, they are gathered and their gradients
+        # reduce-scattered.
         leaves = [varying(w, "data", "fsdp", "tensor") for w in leaves]
         if "fsdp" in held_by:
             leaves = [jax.lax.all_gather(w, "fsdp", axis=0, tiled=True) for w in leaves]

@@ -1,7 +1,4 @@
-"""What one shard computes of its experts: rows of tokens in buffers, sorted by expert, and the sums of what comes out.
-
-`dispatch` brings tokens here and takes their sums away.
-"""
+"""One shard's expert computation: token rows in buffers, sorted by expert, and sums of the outputs."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from gspo_jax.kernels.adapted_matmul import adapted_matmuls
 from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.grouped_matmul import Scaled
-from gspo_jax.kernels.row_sums_tpu import ByTarget, by_target, row_sums
+from gspo_jax.kernels.row_sums_tpu import ByTarget, by_target, in_order, row_sums
 from gspo_jax.kernels.scopes import RARELY
 from gspo_jax.models.matrices import Matrix
 
@@ -24,7 +21,7 @@ Tree = TypeVar("Tree")
 
 
 class ExpertKernels(NamedTuple):
-    """The SwiGLU kernels of experts; weights may be those of all layers of a stack, [L, …], all else is one layer's."""
+    """The experts' SwiGLU kernels. Weights may be of all layers, [L, …]."""
 
     gate: Matrix
     """[E, D, F]."""
@@ -42,44 +39,44 @@ class ExpertKernels(NamedTuple):
 HEADROOM = 1.25
 """Size of the experts' buffers, as a multiple of a balanced load."""
 _MANY = 1024
-"""Minimum rows of a buffer for sums by one-hot products on TPU; with fewer, [J, N, D] is gathered, mostly zeros."""
+"""Minimum buffer rows for sums by one-hot products on TPU. With fewer, [J, N, D] is gathered, mostly zeros."""
 
 
 def room_for(most: int, likely: int | None) -> int:
-    """Rows of the experts' buffers at a shard, to which `most` pairs may come and `likely` would if balanced.
+    """Return the rows of a shard's expert buffers (`most`: upper bound of pairs; `likely`: expected if balanced).
 
-    That for all of them if it is at most twice the likely number, or that is unknown; else some headroom above it.
+    Room for `most` if `likely` is None or at least half of it, else some headroom above `likely`.
     """
     if likely is None or 2 * likely >= most:
         return most
     return 16 * math.ceil(HEADROOM * likely / 16)  # whole tiles of bfloat16
 
 
-class Slots(NamedTuple):
-    """Which rows of [N, D] are in which slots of [M, D]: both directions, so that gradients are gathers too.
+class ExpertSlots(NamedTuple):
+    """Which rows of [N, D] are in which slots of [M, D], both ways: gradients are gathers too.
 
     A scatter is slow on every backend.
     """
 
     source: Int[Array, " M"]
-    """The row in each slot; undefined in slots without one."""
+    """The row in each slot; undefined if empty."""
     slots: Int[Array, "N J"]
-    """The slots of each row, outside [0, M) where it has fewer than J."""
+    """Each row's slots, outside [0, M) where it has fewer than J."""
     by_row: ByTarget | None = None
-    """The slots in the order of their rows, for sums on TPU; None: sums gather [J, N, D]."""
+    """Order for sums on TPU; None: sums gather [J, N, D]."""
 
 
 @jax.custom_vjp
-def to_slots(x: Float[Array, "N D"], where: Slots) -> Float[Array, "M D"]:
-    """out[m] = x[source[m]]; undefined in slots without a row. The gradient is `gather_up`."""
+def to_slots(x: Float[Array, "N D"], where: ExpertSlots) -> Float[Array, "M D"]:
+    """Return out[m] = x[source[m]], undefined in empty slots. The gradient is `gather_up`."""
     return x.at[where.source].get(mode="clip")
 
 
 @jax.custom_vjp
-def gather_up(y: Float[Array, "M D"], where: Slots) -> Float[Array, "N D"]:
-    """out[n] = Σ_j y[slots[n, j]] over a row's slots; the gradient is `to_slots`."""
-    slots = where.slots.T  # over rows first: a TPU would pad a second last dimension of J to a multiple of 8
-    if platform() == "cpu":  # gathers of one row each end up in one loop, and no [J, N, D] array in memory
+def gather_up(y: Float[Array, "M D"], where: ExpertSlots) -> Float[Array, "N D"]:
+    """Return out[n] = Σ_j y[slots[n, j]]. The gradient is `to_slots`."""
+    slots = where.slots.T  # J first: as second last dimension, a TPU would pad it to a multiple of 8
+    if platform() == "cpu":  # J gathers fuse into one loop without a [J, N, D] array
         parts = (jnp.where(_has_row(s, y)[:, None], y.at[s].get(mode="clip"), 0) for s in slots)
         return reduce(jnp.add, parts)
     if where.by_row is not None:
@@ -102,30 +99,22 @@ gather_up.defvjp(
 
 
 def _first_slots(slot: Int[Array, "N K"], most: int, rows: int) -> Int[Array, "N J"]:
-    """The slots of a token's pairs that have one, in [0, `rows`), in order and at most `most`; `rows` for want of one.
-
-    Few of a token's pairs are held where few experts are, and a sum over all K would read mostly what it leaves out.
-    """
+    """Return a token's slots in [0, `rows`), in order and at most `most`, padded with `rows`."""
     if most == slot.shape[1]:
         return slot
     has = slot < rows
-    # By comparison, because on TPU neither a sort nor a gather of single numbers is fast.
+    # On TPU neither a sort nor a gather of single numbers is fast.
     ranks = jnp.where(has, jnp.cumsum(has, axis=1) - 1, most)
     return jnp.where(ranks[:, None] == jnp.arange(most)[None, :, None], slot[:, None], rows).min(axis=2)
 
 
 def sort_pairs(group: Int[Array, " P"], groups: int) -> tuple[Int[Array, " P"], Int[Array, " P"], Int[Array, " G"]]:
-    """Sort pairs by group, in token order within a group.
+    """Sort pairs by group, in token order within a group. Group `groups` is none.
 
-    Returns the sorted pairs, each pair's place among them, and the group sizes. Pairs of group `groups` belong to no
-    group and come last.
+    Returns the sorted pairs, each pair's place among them, and the group sizes.
     """
-    pairs = jnp.arange(group.size, dtype=jnp.int32)
-    if (groups + 1) * group.size < 2**31:  # one number holds both: cheaper than sorting two arrays
-        ordered, order = jnp.divmod(jnp.sort(group * group.size + pairs, stable=False), group.size)
-    else:
-        ordered, order = jax.lax.sort((group, pairs), num_keys=1)
-    # A binary search is a loop, which on TPU takes longer than comparing with every element.
+    ordered, order = in_order(group, groups)
+    # On TPU, comparing with every element beats a binary search.
     method = "compare_all" if platform() == "tpu" else "scan"
     ends = jnp.searchsorted(ordered, jnp.arange(groups, dtype=jnp.int32), side="right", method=method).astype(jnp.int32)
     return order, jnp.argsort(order, stable=False).astype(jnp.int32), jnp.diff(ends, prepend=0)
@@ -140,18 +129,15 @@ def combine_experts(
     layer: Int[Array, ""] | None = None,
     likely: int | None = None,
 ) -> Float[Array, "N D"]:
-    """Σ_k w_k · down_e(silu(gate_e x) · up_e x) over those of a token's experts that are held here, ids in [0, E).
+    """Return Σ_k w_k · down_e(silu(gate_e x) · up_e x) over each token's experts that are held here.
 
-    A token's experts must differ, as a router's do, so at most min(K, E) of them are held. The weight multiplies the
-    input of `down`: it is narrower than the output, which then need not be kept for the weight's gradient.
+    A token's experts must differ, so at most min(K, E) are held. The weight multiplies the input of `down`: it is
+    narrower than the output, which then need not be kept for the weight's gradient.
 
     Args:
-      x: the tokens.
-      experts: ids; those outside [0, E) are not held here and add nothing.
-      weights: the factor of each expert's output.
-      kernels: the kernels of the experts held here.
-      layer: the layer to take from weights of all layers, without a gradient; None if they are one layer's.
-      likely: pairs held here if all experts of the model have the same load; None: all N · min(K, E).
+      experts: ids; those outside [0, E) add nothing.
+      layer: as in `adapted_matmuls`.
+      likely: pairs held here if experts have equal load; None: N · min(K, E).
     """
     pairs, leaves = _Pairs.of(experts, kernels.held), jax.tree.leaves((x, weights, kernels))
     tree = jax.tree.structure((x, weights, kernels))
@@ -161,26 +147,23 @@ def combine_experts(
 
 
 class _Pairs(NamedTuple):
-    """Pairs of a token and one of its experts, sorted by expert."""
+    """Pairs of a token and an expert, sorted by expert."""
 
     held: Bool[Array, "N K"]
-    """False for experts that are not held here, whose pairs come last."""
+    """False for other shards' pairs, which come last."""
     order: Int[Array, " P"]
-    """The sorted pairs."""
     place: Int[Array, "N K"]
-    """Each pair's place among them."""
+    """Each pair's place in `order`."""
     sizes: Int[Array, " E"]
-    """Pairs of each expert."""
 
     @classmethod
     def of(cls, experts: Int[Array, "N K"], held: int) -> "_Pairs":
-        """The pairs of experts, of which those with ids in [0, `held`) are held here."""
         here = (experts >= 0) & (experts < held)
         order, place, sizes = sort_pairs(jnp.where(here, experts, held).reshape(-1), held)
         return cls(here, order, place.reshape(experts.shape), sizes)
 
     def part(self, first: Array | int, room: int) -> tuple[Array, Array, Array]:
-        """The `room` sorted pairs from `first` on, each pair's slot among them, `room` for none, and group sizes."""
+        """Return `room` sorted pairs from `first` on, each pair's slot (`room`: none), and group sizes."""
         if room >= self.most:
             return self.order[:room], jnp.where(self.held, self.place, room), self.sizes
         source = jax.lax.dynamic_slice_in_dim(jnp.pad(self.order, (0, room)), first, room)
@@ -190,7 +173,7 @@ class _Pairs(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Pairs that are held here at most, N · min(K, E), as a token's experts differ."""
+        """N · min(K, E), as a token's experts differ."""
         return len(self.held) * min(self.held.shape[1], len(self.sizes))
 
 
@@ -203,18 +186,15 @@ def _part(
     tree: Any,
     likely: int | None,
 ) -> Float[Array, "N D"]:
-    """The share of `combine_experts` that `room` sorted pairs have, from `first` on.
-
-    `leaves` and `tree` are those of x, weights and kernels.
-    """
+    """Compute the share of `room` sorted pairs from `first` on. `leaves` are x, weights and kernels."""
     x, weights, kernels = tree.unflatten(leaves)
     source, slot, sizes = pairs.part(first, room)
-    # Rows without a pair yield undefined rows, which `gather_up` does not read.
+    # `gather_up` skips rows without a pair, which are undefined.
     slots = _first_slots(slot, min(slot.shape[1], kernels.held), room)
     token, by_row = source // slot.shape[1], None
     if platform() == "tpu" and room >= _MANY and slots.size > 2 * room:
         by_row = by_target(token, sizes.sum(), len(x))
-    where = Slots(token, slots, by_row)
+    where = ExpertSlots(token, slots, by_row)
     rows, shares = to_slots(x, where), weights_to_slots(weights.astype(x.dtype), source, slot)
     products = partial(_products, group_sizes=sizes, layer=layer, likely=likely)
     gated, raised = (checkpoint_name(y, "dot") for y in products(rows, (kernels.gate, kernels.up)))
@@ -224,17 +204,16 @@ def _part(
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _in_parts(leaves: list[Array], pairs: _Pairs, layer: Array | None, tree: Any, room: int, likely: int) -> Array:
-    """`combine_experts` in buffers of `room` rows, used again if more pairs arrive.
+    """Compute `combine_experts` in buffers of `room` rows, used again if more pairs arrive.
 
-    Most rows of buffers for the worst case are empty: they would take most of the memory, and gathers and element-wise
-    operations most of their time. The first part is differentiated as it is; others are computed again for that.
+    Worst-case buffers would be mostly empty, and take most of the memory and time. Parts after the first are recomputed
+    for their gradient.
     """
     y = _part(pairs, 0, room, leaves, layer, tree, likely)
     return _others(pairs, room, lambda first, y: y + _part(pairs, first, room, leaves, layer, tree, likely), y)
 
 
 def _others(pairs: _Pairs, room: int, more: Callable[[Array, Tree], Tree], state: Tree) -> Tree:
-    """state = more(first, state) for each part but the first."""
     with jax.named_scope(RARELY):
         parts = (pairs.sizes.sum() + room - 1) // room
         return jax.lax.fori_loop(1, parts, lambda i, state: more(i * room, state), state)
@@ -243,36 +222,31 @@ def _others(pairs: _Pairs, room: int, more: Callable[[Array, Tree], Tree], state
 def _in_parts_forward(
     leaves: list[Any], pairs: Any, layer: Any, tree: Any, room: int, likely: int
 ) -> tuple[Array, tuple[Any, ...]]:
-    """`_in_parts`, and what the gradient needs; the lists say which leaves have one: frozen kernels have none."""
+    """Keep trained and frozen leaves in two lists."""
     pairs, layer = jax.tree.map(lambda p: p.value, (pairs, layer))
     trained = [p.value if p.perturbed else None for p in leaves]
     frozen = [None if p.perturbed else p.value for p in leaves]
-    part = partial(_part_of, pairs, frozen, layer, tree, room, likely)
+    part = _part_of(pairs, frozen, layer, tree, room, likely)
     y, pull = jax.vjp(partial(part, 0), trained)
     y = _others(pairs, room, lambda first, y: y + part(first, trained), y)
     return y, (pull, trained, frozen, pairs, layer)
 
 
 def _part_of(
-    pairs: _Pairs,
-    frozen: Sequence[Array | None],
-    layer: Array | None,
-    tree: Any,
-    room: int,
-    likely: int,
-    first: Array | int,
-    trained: Sequence[Array | None],
-) -> Array:
-    """`_part` of leaves in two lists."""
-    leaves = [b if a is None else a for a, b in zip(trained, frozen, strict=True)]
-    return _part(pairs, first, room, cast(Any, leaves), layer, tree, likely)
+    pairs: _Pairs, frozen: Sequence[Array | None], layer: Array | None, tree: Any, room: int, likely: int
+) -> Callable[[Array | int, Sequence[Array | None]], Array]:
+    def part(first: Array | int, trained: Sequence[Array | None]) -> Array:
+        leaves = [b if a is None else a for a, b in zip(trained, frozen, strict=True)]
+        return _part(pairs, first, room, cast(Any, leaves), layer, tree, likely)
+
+    return part
 
 
 def _in_parts_backward(tree: Any, room: int, likely: int, kept: tuple[Any, ...], grads: Any) -> tuple[Any, None, None]:
     pull, trained, frozen, pairs, layer = kept
     if isinstance(grads, jax.custom_derivatives.SymbolicZero):
         return [None] * len(trained), None, None
-    part = partial(_part_of, pairs, frozen, layer, tree, room, likely)
+    part = _part_of(pairs, frozen, layer, tree, room, likely)
 
     def more(first: Array, found: list[Array | None]) -> list[Array | None]:
         return jax.tree.map(jnp.add, found, jax.vjp(partial(part, first), trained)[1](grads)[0])
@@ -284,11 +258,10 @@ _in_parts.defvjp(_in_parts_forward, _in_parts_backward, symbolic_zeros=True)
 
 
 def _products(rows: Float[Array, "N D"], matrices: Sequence[Matrix], **options: Any) -> list[Float[Array, "N F"]]:
-    """Each row times its expert's matrices; options are those of `adapted_matmuls`."""
     weights = tuple(m.weights if m.scale is None else Scaled(m.weights, m.scale) for m in matrices)
     return adapted_matmuls(rows, weights, tuple(m.low for m in matrices), **options)
 
 
 def weights_to_slots(weights: Float[Array, "N K"], source: Int[Array, " M"], slot: Int[Array, "N K"]) -> Array:
-    """out[m] = the weight of the pair in slot m, [M, 1]."""
-    return to_slots(weights.reshape(-1, 1), Slots(source, slot.reshape(-1, 1)))
+    """Return the weight of the pair in each slot, [M, 1]."""
+    return to_slots(weights.reshape(-1, 1), ExpertSlots(source, slot.reshape(-1, 1)))

@@ -1,8 +1,7 @@
-"""Reads and writes Hugging Face folders: config.json and safetensors, of every family in `models/families`.
+"""Hugging Face folders: config.json and safetensors.
 
-Weights go from the files straight to the devices: each process reads only the slices that its own devices hold. Left
-out: the tokenizer (data/), quantised weights, and everything but full attention with plain RoPE. A feature that is not
-implemented is refused by name, never ignored.
+Each process reads only the slices that its devices hold. Not here: the tokenizer (data/), quantised weights, all but
+full attention with plain RoPE. Unimplemented features are refused by name, never ignored.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ from gspo_jax.models.config import ModelConfig, by_path, dotted
 from gspo_jax.models.config_json import CONFIG, ConfigJson, Path, read_json
 from gspo_jax.models.matrices import SCALE
 from gspo_jax.models.tensors import INDEX, WEIGHTS, Checkpoint, Rule
-from gspo_jax.models.transformer import Base, Transformer, abstract
+from gspo_jax.models.transformer import Base, abstract
 from gspo_jax.parallel import mesh as mesh_lib
 
 
@@ -38,8 +37,7 @@ def read_config(folder: Path) -> ModelConfig:
     """Return the model that a Hugging Face folder's config.json describes.
 
     Raises:
-      UserError: the folder or file does not exist, a size is missing, or the model has a feature, or is of a family,
-        that is not implemented.
+      UserError: the folder or file does not exist, a size is missing, or the family or a feature is not implemented.
     """
     file = pathlib.Path(folder) / CONFIG
     if not file.parent.is_dir():
@@ -51,15 +49,12 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def config_json(config: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
-    """Return the fields of a config.json that transformers from 4.51 on and 5 both read."""
+    """Return config.json fields for transformers from 4.51 on and 5."""
     return families.of(config).write(config) | {"torch_dtype": dtype.name}
 
 
 def with_dtype(shapes: nnx.State, dtype: np.dtype) -> nnx.State:
-    """Return the shapes of a model's parameters stored in `dtype`.
-
-    Those declared `float32` (norms, router) keep that dtype, and those in int8 theirs.
-    """
+    """Return shapes in `dtype`, except for int8 and `float32` ones (norms, router)."""
 
     def change(v: nnx.Variable) -> nnx.Variable:
         if v.get_metadata("float32") or v.dtype == jnp.int8:
@@ -77,15 +72,13 @@ def load_params(
     dtype: DTypeLike | None = jnp.float32,
     base: Base = "trained",
 ) -> nnx.State:
-    """Return the parameters of a Hugging Face folder in the trainer's layout, without a whole copy on the host.
+    """Return a Hugging Face folder's parameters in the trainer's layout, without a whole copy on the host.
 
     Args:
-      folder: holds model.safetensors, or shards and their index; experts as separate tensors or fused.
-      config: the folder's model.
-      mesh: the devices to load onto; None is the default device.
-      dtype: the parameters' dtype, None for the embedding's in the file; those declared `float32` (norms, router) are
-        always float32.
-      base: what the weights are; matrices are quantised for "int8".
+      folder: model.safetensors, or shards and their index; experts as separate tensors or fused.
+      mesh: None: the default device.
+      dtype: None: the embedding's. Norms and router are always float32.
+      base: "int8" quantises the matrices.
 
     Raises:
       UserError: the mesh does not divide the model, or a file or tensor is missing, damaged or misshapen.
@@ -102,7 +95,7 @@ def load_params(
         scales: dict[str, dict[tuple[range, ...], np.ndarray]] = {}
 
         def part(path: str, leaf: jax.ShapeDtypeStruct, spans: tuple[range, ...]) -> np.ndarray:
-            if path not in layout:  # scales, which in a tree's order come after their matrix
+            if path not in layout:  # scales, which come after their matrix
                 return scales[path.removesuffix(SCALE)][spans]
             if leaf.dtype != jnp.int8:
                 return layout[path].read(checkpoint, leaf.shape, spans, leaf.dtype)
@@ -111,7 +104,7 @@ def load_params(
             return values
 
         def build(key: Any, leaf: jax.ShapeDtypeStruct, sharding: Sharding | None = None) -> jax.Array:
-            # One read per distinct slice: replicas of a shard share it.
+            # Replicas of a shard share one read.
             read = functools.cache(functools.partial(part, dotted(key), leaf))
             if sharding is None:
                 return jnp.asarray(read(tuple(range(n) for n in leaf.shape)))
@@ -126,51 +119,34 @@ def load_params(
         return jax.tree_util.tree_map_with_path(build, with_dtype(shapes, kind), *shardings)
 
 
-def load(
-    folder: Path, mesh: Mesh | None = None, *, dtype: DTypeLike = jnp.float32, param_dtype: DTypeLike = jnp.float32
-) -> tuple[Transformer, ModelConfig]:
-    """Return the model of a Hugging Face folder, which computes in `dtype`, and its config; see `load_params`.
-
-    Raises:
-      UserError: as `read_config` and `load_params`.
-    """
-    config = read_config(folder)
-    graph, _ = abstract(config, dtype=dtype)
-    return nnx.merge(graph, load_params(folder, config, mesh, dtype=param_dtype)), config
-
-
 def save(
-    model: Transformer | nnx.State,
+    params: nnx.State,
     config: ModelConfig,
     folder: Path,
     *,
     max_shard_bytes: int = 5_000_000_000,
     dtype: DTypeLike | None = None,
 ) -> None:
-    """Write config.json and safetensors that transformers (4.51 and later) reads; leave the tokenizer alone.
+    """Write config.json and safetensors for transformers from 4.51 on; leave the tokenizer alone.
 
-    A new folder appears only when it is complete. In an existing one, the old config.json is removed first and the new
-    one written last, so that an interrupted write leaves a folder that does not load rather than a mix of two models.
-    With several processes, all must call this, and the first one writes.
+    A new folder appears when complete. In an existing one, the old config.json is removed first and the new one written
+    last: an interrupted write leaves a folder that does not load, not a mix of two models. Every process must call
+    this; the first one writes.
 
     Args:
-      model: the model, or only its parameters.
-      config: the model's own.
-      folder: the folder to write.
-      max_shard_bytes: maximum size of a file, unless a single tensor is larger; several files get an index.
-      dtype: the dtype to write; None: the embedding's.
+      max_shard_bytes: maximum file size, unless a tensor is larger. Several files get an index.
+      dtype: None: the embedding's.
 
     Raises:
       UserError: `folder` is a file.
     """
     folder = pathlib.Path(folder).absolute()
-    state = nnx.state(model) if isinstance(model, nnx.Module) else model
-    params = by_path(state)
-    kind = jnp.dtype(params["embed"].dtype if dtype is None else dtype)
-    entries = _entries(config, params)
-    sizes = [math.prod(rule.shape(params[path].shape)) * kind.itemsize for _, path, rule, _ in entries]
+    leaves = by_path(params)
+    kind = jnp.dtype(leaves["embed"].dtype if dtype is None else dtype)
+    entries = _entries(config, leaves)
+    sizes = [math.prod(rule.shape(leaves[path].shape)) * kind.itemsize for _, path, rule, _ in entries]
     shards = _shards(sizes, max_shard_bytes)
-    tensors = _tensors(entries, params, kind)
+    tensors = _tensors(entries, leaves, kind)
     is_writer = jax.process_index() == 0
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; give a folder to save the model in")
@@ -199,11 +175,11 @@ def save(
     multihost_utils.sync_global_devices("huggingface.save")
 
 
-_Entry = tuple[str, str, Rule, tuple[int, ...]]  # their name, our path, its rule, the index into our leading axes
+_Entry = tuple[str, str, Rule, tuple[int, ...]]  # (their name, our path, its rule, index into our leading axes)
 
 
 def _entries(config: ModelConfig, params: Mapping[str, jax.Array]) -> list[_Entry]:
-    """Every tensor to write, layer by layer, so that reading a few layers opens few files."""
+    """Sort tensors by layer: reading a few layers then opens few files."""
     entries = [
         (name, path, rule, at)
         for path, rule in families.of(config).rules(config, ()).items()
@@ -213,7 +189,6 @@ def _entries(config: ModelConfig, params: Mapping[str, jax.Array]) -> list[_Entr
 
 
 def _shards(sizes: list[int], limit: int) -> list[int]:
-    """Return the number of tensors, of these sizes, that go into each file."""
     counts, filled = [], 0
     for size in sizes:
         if not counts or filled + size > limit:
@@ -224,7 +199,7 @@ def _shards(sizes: list[int], limit: int) -> list[int]:
 
 
 def _tensors(entries: list[_Entry], params: Mapping[str, Any], dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the checkpoint's tensors by name, gathering one layer of one parameter at a time to the host."""
+    """Gather one layer of one parameter at a time."""
     for (path, layer), group in itertools.groupby(entries, key=lambda entry: (entry[1], entry[3][:1])):
         value = jax.lax.dynamic_index_in_dim(params[path], layer[0], keepdims=False) if layer else params[path]
         if not value.is_fully_addressable:
@@ -235,7 +210,7 @@ def _tensors(entries: list[_Entry], params: Mapping[str, Any], dtype: np.dtype) 
 
 
 def _publish(temporary: pathlib.Path, folder: pathlib.Path) -> None:
-    """Move a finished folder to its place; in an existing one, replace the old checkpoint and nothing else."""
+    """Move a finished folder into place, replacing only an old checkpoint."""
     for file in temporary.iterdir():
         shutil.copymode(temporary / CONFIG, file)  # safetensors makes its files private
     if not folder.exists():

@@ -1,7 +1,6 @@
 """A frozen base in int8: each column of a matrix, an output channel, has one scale, its largest magnitude / 127.
 
-Matrices of attention, of dense feed-forwards and of experts are stored so; embedding, head, norms and routers are not.
-Weights stay int8 in memory, and products are scaled, not weights (`matrices.Matrix`, `kernels/grouped_matmul.py`).
+Embedding, head, norms and routers are not int8. Products are scaled, not weights.
 """
 
 from typing import Any
@@ -16,19 +15,19 @@ from gspo_jax.models.lora import matrices
 from gspo_jax.models.matrices import SCALE
 
 LARGEST = 127
-"""Largest magnitude that is used of int8, which is symmetric then; -128 is not."""
+"""Largest magnitude used. -128 is not, for symmetry."""
 
 
 class Scale(nnx.Param):
-    """The scales of a matrix's columns."""
+    """Scales of a matrix's columns."""
 
 
 def quantize(
     w: Float[Array | np.ndarray, "*L n m"], *, inputs: int = -2
 ) -> tuple[Int8[Array | np.ndarray, "*L n m"], Float32[Array | np.ndarray, "..."]]:
-    """Values in int8 and the scales to multiply them with, which keep the axis `inputs` with size 1.
+    """Return int8 values and the scales to multiply them with, which keep the axis `inputs` with size 1.
 
-    A channel of zeros stays 0. Works on the host for arrays of numpy, else on the devices.
+    Numpy arrays are quantised on the host.
     """
     xp: Any = w.__array_namespace__()
     w = w.astype(xp.float32)
@@ -37,7 +36,7 @@ def quantize(
 
 
 def add(model: Any) -> None:
-    """Make a transformer's matrices int8, with a `Scale` beside each; their values are yet to be given."""
+    """Make a transformer's matrices int8, with a `Scale` each. Values are set later."""
     rngs = nnx.Rngs(0)
     for module, own in (place for block in model.layers for place in matrices(block)):
         matrix = getattr(module, own)
@@ -47,6 +46,6 @@ def add(model: Any) -> None:
 
 
 def split(params: nnx.State) -> tuple[dict[str, Any], nnx.State]:
-    """The scales by the path of their matrix, and the parameters without them."""
+    """Split off the scales, by their matrix's path."""
     scales, others = nnx.split_state(params, Scale, ...)
     return {path.removesuffix(SCALE): scale for path, scale in by_path(scales).items()}, others

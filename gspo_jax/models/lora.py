@@ -1,8 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): y = x W + s · (x A) B beside a matrix W that stays as it is.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): y = x W + s · (x A) B with a frozen matrix W.
 
-The scale s is α / √rank (rank-stabilised, arXiv 2312.03732), so that the size of an update does not shrink as the rank
-grows. B starts at zero: a new adapter changes nothing. Base and adapter are never added up; sampler and trainer compute
-both products by the same code, that of experts in kernels/adapted_matmul.py.
+The scale s is α / √rank (rank-stabilised, arXiv 2312.03732): updates do not shrink as the rank grows. B starts at zero,
+so a new adapter changes nothing. Sampler and trainer compute both products by the same code.
 """
 
 import dataclasses
@@ -30,28 +29,27 @@ TARGETS = {
     "down_proj": "mlp.down",
     "router": "mlp.router",
 }
-"""Matrices of a layer that may have an adapter: the name of the field, and the parameter's path in a block."""
+"""Matrices that may have an adapter: parameter paths in a block."""
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
-"""Matrices that every expert of a routed layer has one of."""
+"""Matrices of every expert."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adapters:
-    """Which matrices have an adapter, and of which rank; hashable, a static part of the model."""
+    """Which matrices have an adapter, and its rank: a static part of the model."""
 
     rank: int = 0
-    """Rank beside the matrices that all tokens pass, `targets`; 0: these have none."""
+    """Rank for `targets`, matrices that all tokens pass; 0: none."""
     expert_rank: int = 0
-    """Rank beside each expert's matrices, `expert_targets`; 0: experts have none."""
+    """Rank for `expert_targets`, each expert's matrices; 0: none."""
     alpha: float = 8.0
-    """α of the scale α / √rank."""
     targets: tuple[str, ...] = tuple(name for name in TARGETS if name != "router")
-    """Names among `TARGETS`; those of a feed-forward mean dense layers."""
+    """Names among `TARGETS`. Feed-forward names mean dense layers."""
     expert_targets: tuple[str, ...] = EXPERTS
     """Names among `EXPERTS`."""
 
     def __post_init__(self) -> None:
-        """Raise a UserError for an unknown target, or if no matrix would have an adapter."""
+        """Raise a UserError for an unknown target, or if no matrix has an adapter."""
         for field, names, known in (
             ("targets", self.targets, tuple(TARGETS)),
             ("expert_targets", self.expert_targets, EXPERTS),
@@ -63,24 +61,24 @@ class Adapters:
             raise UserError("no matrix has an adapter; set adapter.rank or adapter.expert_rank, with targets")
 
     def scale(self, rank: int) -> float:
-        """Factor of the product of an adapter of this rank."""
+        """Return the factor of A B."""
         return self.alpha / math.sqrt(rank)
 
     def rank_of(self, name: str, axes: tuple[str, ...]) -> int:
-        """Rank of the adapter beside a matrix, of this name and these logical axes; 0 if it has none."""
+        """Return a matrix's adapter rank; 0: none."""
         if "expert" in axes:
             return self.expert_rank if name in self.expert_targets else 0
         return self.rank if name in self.targets else 0
 
 
 class Adapter(nnx.Module):
-    """The trainable matrices beside a block's parameter; they lead with its layers, and a layer gets its slice."""
+    """A matrix's trainable A and B, with its leading axes."""
 
     def __init__(self, matrix: nnx.Variable, rank: int, scale: float, *, rngs: nnx.Rngs):
         *outer, inner, across = matrix.shape
         *where, row, column = matrix.get_metadata("axes")
         batch = tuple(range(len(outer)))
-        # Uniform within ±1/√n, as `peft` has it.
+        # Uniform within ±1/√n, as in `peft`.
         uniform = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", batch_axis=batch)
         zeros = jax.nn.initializers.zeros
         options: dict[str, Any] = {"float32": matrix.get_metadata("float32"), "kind": nnx.LoRAParam}
@@ -89,12 +87,12 @@ class Adapter(nnx.Module):
         self.scale = scale
 
     def low_rank(self, dtype: Any) -> LowRank:
-        """The matrices in the dtype that they are computed with, which in the sampler they are stored in."""
+        """Return the matrices in the compute dtype, the sampler's storage dtype."""
         return LowRank(self.a.astype(dtype), self.b.astype(dtype), self.scale)
 
 
 def check(config: ModelConfig, adapters: Adapters) -> None:
-    """Raise a UserError if a rank is given and none of its targets is a matrix of the model."""
+    """Raise a UserError if a rank is given and no target is in the model."""
     dense = not all(stack.is_routed for stack in config.stacks)
     has = [name for name in TARGETS if name not in EXPERTS or dense]
     has = [name for name in has if name != "router" or config.is_routed]
@@ -117,7 +115,7 @@ def add(model: Any, adapters: Adapters, *, rngs: nnx.Rngs) -> None:
 
 
 def places(block: Any) -> dict[str, tuple[nnx.Module, str]]:
-    """The module and the name there of each of `TARGETS` that a block has."""
+    """Return module and attribute of each of `TARGETS` in a block."""
     found = {}
     for name, path in TARGETS.items():
         part, _, own = path.partition(".")
@@ -128,18 +126,18 @@ def places(block: Any) -> dict[str, tuple[nnx.Module, str]]:
 
 
 def matrices(block: Any) -> list[tuple[nnx.Module, str]]:
-    """The same of all but the router."""
+    """Return `places` without the router."""
     return [place for name, place in places(block).items() if name != "router"]
 
 
 def matrix_of(path: str) -> tuple[str, str]:
-    """The path of the matrix that an adapter's parameter is beside, and which it is: "a" or "b"."""
+    """Return the path of an adapter parameter's matrix, and "a" or "b"."""
     beside, _, which = path.rpartition(".")
     return beside.removesuffix(ADAPTER), which
 
 
 def split(params: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """The adapters' parameters, and all others."""
+    """Split off the adapters' parameters."""
     adapters, others = nnx.split_state(params, nnx.LoRAParam, ...)
     return adapters, others
 
@@ -152,14 +150,12 @@ def merge(
     scales: Mapping[str, jax.Array] = MappingProxyType({}),
     dtype: Any = jnp.float32,
 ) -> nnx.State:
-    """The base with s A B added to every matrix that has an adapter: a model without adapters.
+    """Return the base with every adapter's s A B added: a model without adapters.
 
     Args:
-      adapters: the adapters' parameters.
-      base: the weights beside them, without scales.
-      rule: the rule of the adapters.
-      scales: scales of the columns of matrices in int8, by path.
-      dtype: the dtype of what changes.
+      base: weights without scales.
+      scales: column scales of int8 matrices, by path.
+      dtype: dtype of changed matrices.
     """
     beside = {matrix_of(path): leaf for path, leaf in by_path(adapters).items()}
 

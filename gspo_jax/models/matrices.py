@@ -1,6 +1,6 @@
-"""A matrix as a layer computes with it: weights, with a scale for each column if they are int8, and an adapter.
+"""A matrix as a layer computes with it: weights, int8 column scales, and an adapter.
 
-A layer's modules hold these as parameters side by side, named after the weights; `matrix` puts them together.
+Modules hold these as parameters named after the weights.
 """
 
 from collections.abc import Sequence
@@ -15,30 +15,30 @@ from gspo_jax.kernels.grouped_matmul import scaled
 from gspo_jax.parallel import spread
 
 ADAPTER = "_adapter"
-"""End of the name of a module beside a parameter: a `lora.Adapter`."""
+"""Name suffix of a parameter's `lora.Adapter`."""
 SCALE = "_scale"
-"""End of the name of a parameter beside another: an `int8.Scale`."""
+"""Name suffix of a parameter's `int8.Scale`."""
 
 
 class Matrix(NamedTuple):
-    """A matrix W · diag(scale) + s A B, or one of each expert; its parts are never added up."""
+    """W · diag(scale) + s A B, or one per expert. The parts are never added up."""
 
     weights: Shaped[Array, "*E n m"]
-    """W: int8 if there is a scale, else of the tokens' dtype."""
+    """W: int8 if there is a scale, else in the tokens' dtype."""
     scale: Float[Array, "*E m"] | None = None
-    """Factor of each column, float32; None: 1."""
+    """Per column, float32."""
     low: LowRank | None = None
-    """The adapter, of the tokens' dtype; None: there is none."""
+    """In the tokens' dtype."""
 
     def __call__(self, x: Float[Array, "*N n"]) -> Float[Array, "*N m"]:
-        """x times the matrix, in x's dtype; of experts, there is no such product."""
+        """Return x times the matrix, in x's dtype; not for experts."""
         y = x @ self.weights.astype(x.dtype)
         y = y if self.scale is None else scaled(y, self.scale)
         return y if self.low is None else y + self.low(x)
 
 
 def matrix(module: nnx.Module, name: str, dtype: DTypeLike) -> Matrix:
-    """The matrix of a module's parameter `name` and what is beside it, to compute in `dtype`."""
+    """Return a module's matrix `name` to compute in `dtype`."""
     weights: Any = getattr(module, name)
     scale, adapter = (getattr(module, name + beside, None) for beside in (SCALE, ADAPTER))
     return Matrix(
@@ -49,7 +49,7 @@ def matrix(module: nnx.Module, name: str, dtype: DTypeLike) -> Matrix:
 
 
 def project(module: nnx.Module, names: Sequence[str], x: Float[Array, "B T n"]) -> list[Float[Array, "B T _"]]:
-    """x times each of some matrices of a module, in x's dtype."""
+    """Return x times each of a module's matrices, in x's dtype."""
     own = {name: matrix(module, name, x.dtype) for name in names}
     bases = {name: m._replace(low=None) for name, m in own.items()}
     over = [name for name in names if spread.is_spread(getattr(module, name))]

@@ -1,6 +1,6 @@
-"""The feed-forward layers: a dense SwiGLU, and a mixture of SwiGLU experts as route -> dispatch -> combine.
+"""Feed-forward layers: a dense SwiGLU, and a mixture of SwiGLU experts as route -> dispatch -> combine.
 
-Routes and what is asked of routers cover the routed layers alone: their leading dimension L counts those.
+L counts routed layers alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,40 +22,40 @@ from gspo_jax.types import RouterRecord
 
 @struct.dataclass
 class Routing:
-    """Requests to the routers, each optional. Arrays lead with L, and a layer gets its own slice."""
+    """Requests to the routers. Arrays lead with L. A layer gets its slice."""
 
     replay: Int[Array, "*L B T K"] | None = None
-    """Experts to use in place of the router's choice. A token with a -1 among them is routed natively."""
+    """Experts to use instead of the router's choice. A token with a -1 is routed natively."""
     watch: Int[Array, "*L B T K"] | None = None
-    """Experts whose router log-probs to return, whichever experts are used; 0 is returned for a -1."""
+    """Experts to return router log-probs for; 0 for a -1."""
     load: Float[Array, "*L E"] | None = None
-    """Each expert's share of all (token, expert) pairs; if given, the balance penalty is returned."""
+    """Each expert's share of all (token, expert) pairs. Requests the balance penalty."""
 
 
 class Routes(NamedTuple):
-    """The experts of each token, with the router's scores. A forward stacks arrays over routed layers: [L, ...]."""
+    """Each token's experts and router scores. A forward stacks arrays over routed layers."""
 
     experts: Int[Array, "*L B T K"]
-    """The K experts used for each token, most probable first by the router that chose them (maybe a replayed one)."""
+    """Most probable first by the router that chose them (maybe a replayed one)."""
     logprobs: Float[Array, "*L B T K"]
-    """log softmax of the router at those experts, float32, before renormalisation."""
+    """Router log softmax at these experts, float32, before renormalisation."""
     native: Int[Array, "*L B T K"] | None = None
-    """The router's own choice under replay; None without replay, when it is `experts`."""
+    """The router's own choice under replay; None: it is `experts`."""
     watched: Float[Array, "*L B T K"] | None = None
-    """log softmax of the router at the watched experts, without a gradient; None if none are watched."""
+    """Router log softmax at the watched experts, without a gradient."""
     balance: Float[Array, "*L B T"] | None = None
-    """E Σ_e load_e p_e, 1 if load or router is uniform; None if no load was given."""
+    """E Σ_e load_e p_e, 1 if load or router is uniform."""
     z: Float[Array, "*L B T"] | None = None
     """(log Σ_e exp logit_e)², the router z-loss of arXiv 2202.08906."""
 
     @property
     def chosen(self) -> Int[Array, "*L B T K"]:
-        """The router's own choice, followed or not."""
+        """The router's own choice."""
         return self.experts if self.native is None else self.native
 
 
 def split_routing(asked: Routing | None, stacks: Sequence[Stack]) -> list[Routing | None]:
-    """Each stack's part of what is asked of the model's routers; None for a dense stack."""
+    """Return each stack's part of a request."""
     first, parts = 0, []
     for stack in stacks:
         parts.append(slice_layers(asked, first, stack.layers) if stack.is_routed else None)
@@ -64,11 +64,11 @@ def split_routing(asked: Routing | None, stacks: Sequence[Stack]) -> list[Routin
 
 
 def join_routes(parts: Sequence[Routes | None], shape: tuple[int, ...]) -> Routes:
-    """The routes of all routed layers, from those of each stack (None if dense).
+    """Concatenate the stacks' routes.
 
     Args:
-      parts: the stacks' routes, first to last.
-      shape: [B, T]; the routes of a dense model are [0, B, T, 0].
+      parts: None for dense stacks.
+      shape: [B, T]. A dense model's routes are [0, B, T, 0].
     """
     routed = [part for part in parts if part is not None]
     if not routed:
@@ -77,26 +77,31 @@ def join_routes(parts: Sequence[Routes | None], shape: tuple[int, ...]) -> Route
 
 
 def slice_layers(tree: Any, first: int, count: int) -> Any:
-    """Layers [first, first + count) of every array; an array that has no others is returned as it is."""
+    """Return layers [first, first + count) of every array."""
     return jax.tree.map(lambda x: x if x.shape[0] == count else x[first : first + count], tree)
 
 
 def join_layers(parts: Sequence[Any]) -> Any:
-    """The inverse of `slice_layers`: concatenates the layers of every array."""
+    """Invert `slice_layers`."""
     return parts[0] if len(parts) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
 
 
 def record(routes: Routes, fed: Bool[Array, "B N"], config: ModelConfig, *, logprobs: bool = True) -> RouterRecord:
-    """The record of all routed layers at the positions that were fed, with or without the router's log-probs."""
+    """Return the record of all routed layers at the fed positions."""
     experts, kept = (jnp.moveaxis(x, 0, 2) for x in (routes.experts, routes.logprobs))
     fed = fed[..., None, None]
     experts = jnp.where(fed, experts, -1).astype(config.expert_dtype)
     return RouterRecord(experts, jnp.where(fed, kept, 0) if logprobs else None)
 
 
+def layers_first(record: RouterRecord) -> RouterRecord:
+    """Invert `record`: return [L, B, N, K]."""
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), record)
+
+
 @partial(jax.checkpoint, prevent_cse=False)
 def _at(every: Float[Array, "B T E"], experts: Int[Array, "B T K"]) -> Float[Array, "B T K"]:
-    """every[experts], and 0 at a -1. By comparison, whose transpose is a sum, while that of a gather is a scatter.
+    """Return every[experts], 0 at a -1, by comparison: its transpose is a sum, a gather's is a scatter.
 
     The backward pass compares again, to keep no [B, T, K, E] array.
     """
@@ -107,9 +112,9 @@ def _at(every: Float[Array, "B T E"], experts: Int[Array, "B T K"]) -> Float[Arr
 def route(
     logits: Float[Array, "B T E"], *, k: int, renormalise: bool, asked: Routing | None = None
 ) -> tuple[Routes, Float[Array, "B T K"]]:
-    """Softmax over all experts, then top-K, then weights that sum to one if `renormalise`; float32 throughout.
+    """Route to the top K of the softmax over all experts, with weights that sum to one if `renormalise`.
 
-    Replay fixes the choice alone: weights, and so gradients, come from the current logits.
+    All float32. Replay fixes the choice alone: weights, and so gradients, come from the current logits.
     """
     asked = asked or Routing()
     logits = logits.astype(jnp.float32)
@@ -130,18 +135,18 @@ def route(
 
 
 Choose = Callable[[Array, ModelConfig, Routing | None], tuple[Routes, Array]]
-"""A family's router: (logits [B,T,E], config, asked) -> (routes, weights [B,T,K] of the experts' outputs)."""
+"""(logits [B,T,E], config, asked) -> (routes, weights [B,T,K])."""
 
 
 def softmax_router(
     logits: Float[Array, "B T E"], config: ModelConfig, asked: Routing | None
 ) -> tuple[Routes, Float[Array, "B T K"]]:
-    """Call `route` with the config's K and renormalisation."""
+    """Call `route` as the config says."""
     return route(logits, k=config.experts_per_token, renormalise=config.norm_topk_prob, asked=asked)
 
 
 def split_experts(block: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """Split a stack's parameters into the experts' weights (none in a dense stack) and all others."""
+    """Split a stack's parameters into expert weights and all others."""
 
     def is_kernel(path: tuple[Any, ...], leaf: Any) -> bool:
         del path
@@ -152,9 +157,9 @@ def split_experts(block: nnx.State) -> tuple[nnx.State, nnx.State]:
 
 
 class MoE(nnx.Module):
-    """A mixture of SwiGLU experts. Parameters have a leading layer axis; `__call__` gets one layer's slice of them.
+    """A mixture of SwiGLU experts. Parameters have a leading layer axis. `__call__` gets one layer's slice.
 
-    `choose` makes routes and weights of the router's logits, which are a projection of the token in float32.
+    `choose` makes routes and weights from float32 router logits.
     """
 
     def __init__(self, config: ModelConfig, stack: Stack, dispatch: Dispatch, *, choose: Choose, rngs: nnx.Rngs):
@@ -173,10 +178,10 @@ class MoE(nnx.Module):
         asked: Routing | None = None,
         layer: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "B T D"], Routes]:
-        """Return the experts' weighted sum and the routes. Padding (`valid` False) reaches no expert: its sum is 0.
+        """Return the experts' weighted sum and the routes. Padding (`valid` False) reaches no expert and gets 0.
 
-        With `layer` the experts' weights are those of all layers of the stack, so that a loop over layers need not copy
-        each layer's; scales and adapters are the layer's.
+        With `layer` the experts' weights are of all layers, to save a loop the copies. Scales and adapters are the
+        layer's.
         """
         (logits,) = project(self, ("router",), x.astype(jnp.float32))
         routes, weights = self.choose(checkpoint_name(logits, "dot"), self.config, asked)
@@ -186,10 +191,10 @@ class MoE(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """A dense SwiGLU, down(silu(gate x) · up x). Parameters have a leading layer axis."""
+    """A dense SwiGLU, down(silu(gate x) · up x)."""
 
     def __init__(self, config: ModelConfig, stack: Stack, dispatch: Dispatch, *, rngs: nnx.Rngs):
-        del dispatch  # nothing is sent anywhere
+        del dispatch
         L, D, F = stack.layers, config.hidden_size, stack.width
         self.gate = parameter(rngs, (L, D, F), ("layers", "embed", "mlp"))
         self.up = parameter(rngs, (L, D, F), ("layers", "embed", "mlp"))
@@ -198,7 +203,7 @@ class MLP(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"], asked: Routing | None = None, layer: Any = None
     ) -> tuple[Float[Array, "B T D"], None]:
-        """Return no routes, so that dense and routed blocks are called alike."""
-        del valid, asked, layer  # a dense layer has no router to ask and no experts to select
+        """Return no routes, but else as a routed block."""
+        del valid, asked, layer
         gated, raised = (checkpoint_name(y, "dot") for y in project(self, ("gate", "up"), x))
         return project(self, ("down",), jax.nn.silu(gated) * raised)[0], None

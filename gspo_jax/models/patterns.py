@@ -1,6 +1,6 @@
-"""Matches names of modules with a folder's patterns, in a program of its own: `python -m gspo_jax.models.patterns`.
+"""Matching of module names with a folder's patterns, in its own process: `python -m gspo_jax.models.patterns`.
 
-Regular expressions of Python backtrack: one of ten characters can take years on a name of forty.
+Python's regular expressions backtrack: one of ten characters can take years on a name of forty.
 """
 
 import functools
@@ -11,17 +11,17 @@ from typing import Any
 from gspo_jax import limited
 
 _NAMES = 16
-"""Names in a question: few, so that time enough is allowed for each with every pattern."""
+"""Few names per question, to fit the time limit."""
 
 _program = limited.Process("gspo_jax.models.patterns")
 
 
 class NoPattern(ValueError):
-    """Raised for a pattern that is none; the message names it."""
+    """An invalid pattern, named by the message."""
 
 
 def first_matches(patterns: Sequence[str], names: Sequence[str]) -> list[int | None]:
-    """Return, for each name, the index of the first pattern that matches it, or what is behind one of its dots.
+    """Return, per name, the first pattern's index that matches it, or the part after one of its dots.
 
     Raises:
       NoPattern: one is no regular expression.
@@ -37,7 +37,7 @@ def first_matches(patterns: Sequence[str], names: Sequence[str]) -> list[int | N
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """Answer a question of `first_matches`: what is `found`, or `wrong`."""
+    """Answer a question of `first_matches`."""
     try:
         compiled = list(enumerate(map(_compiled, question["patterns"])))
     except NoPattern as error:
@@ -48,8 +48,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 @functools.cache
 def _compiled(pattern: str) -> re.Pattern[str]:
     try:
-        re.compile(pattern)  # which says where in the pattern an error is
-        return re.compile(rf"(.*\.)?({pattern})")  # as peft finds what a pattern is for
+        re.compile(pattern)  # reports the position of an error
+        return re.compile(rf"(.*\.)?({pattern})")  # as peft matches
     except (re.error, RecursionError, OverflowError) as error:
         raise NoPattern(f"{pattern!r:.100}, no pattern ({error!s:.200})") from None
 

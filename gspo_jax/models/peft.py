@@ -1,8 +1,8 @@
-"""Reads and writes adapters as `peft` folders: adapter_config.json and adapter_model.safetensors.
+"""Reading and writing of `peft` folders: adapter_config.json and adapter_model.safetensors.
 
-Experts have two layouts there. With `target_modules` every expert's matrix has a pair of tensors of its own. With
-`target_parameters` those of all experts are one pair, beside the fused `experts.gate_up_proj` and `experts.down_proj`
-of transformers 5. Both are read, and the second is written.
+Experts have two layouts. With `target_modules` every expert's matrix has its own pair of tensors. With
+`target_parameters` all experts share one pair, for the fused `experts.gate_up_proj` and `experts.down_proj` of
+transformers 5. Both are read, and the second is written.
 """
 
 import collections
@@ -36,7 +36,6 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _MODEL = "base_model.model."
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
 _FUSED = "gate_up_proj", "down_proj"
-"""Parameters of all experts of a layer."""
 _MOST_ALPHA = float(np.finfo(np.float32).max)
 _SUPPORTED = {
     "peft_type": ("LORA",),
@@ -54,17 +53,16 @@ _SUPPORTED = {
     "monteclora_config": (None,),
     "arrow_config": (None,),
 }
-"""Fields of adapter_config.json and the values that are supported, of which a missing field has the first."""
+"""Supported values of adapter_config.json fields. A missing field has the first."""
 _RESIDUAL = "pissa", "olora", "corda", "lora_ga"
-"""Beginnings of `init_lora_weights` that take the first product off the model's weights; `peft` can put it back."""
+"""Prefixes of `init_lora_weights` that subtract the first product from the model's weights. `peft` can undo it."""
 _MERGE = "merge it into the model with peft's merge_and_unload, and give that as model.folder without adapter.folder"
-"""Remedy for an adapter of a kind that is not supported."""
 _SWAPPED = (0, 19)
-"""The version of peft since which a fused parameter [E, m, n] has A beside n, and not beside m."""
+"""First peft version with A next to n, not m, for a fused parameter [E, m, n]."""
 
 
 class Pair(NamedTuple):
-    """The adapter beside one matrix [n, m]: y += scale · (x A) B."""
+    """The adapter of one matrix [n, m]: y += scale · (x A) B."""
 
     a: np.ndarray
     """[n, r]."""
@@ -76,11 +74,10 @@ class Pair(NamedTuple):
 def load(folder: Path, config: ModelConfig, adapters: Adapters, mesh: Mesh | None = None) -> nnx.State:
     """Return a folder's adapters, float32 and in the trainer's layout (None: on the default device).
 
-    Where the folder's scale is not that of `adapters`, B makes up for it.
+    B absorbs a difference in scale to `adapters`.
 
     Raises:
-      UserError: a file is missing or damaged, or has a feature that is not supported, or the folder has other targets
-        or ranks than `adapters`.
+      UserError: a file is missing or damaged or has an unsupported feature, or targets or ranks are not `adapters`'.
     """
     shapes, _ = lora.split(transformer.abstract(config, adapters=adapters)[1])
     found = _arrays(folder, config, adapters, shapes)
@@ -96,12 +93,11 @@ def load(folder: Path, config: ModelConfig, adapters: Adapters, mesh: Mesh | Non
 
 
 def check(folder: Path, config: ModelConfig, adapters: Adapters) -> None:
-    """Raise the UserError that `load` would, without touching a device."""
+    """Raise `load`'s UserErrors without touching a device."""
     _arrays(folder, config, adapters, lora.split(transformer.abstract(config, adapters=adapters)[1])[0])
 
 
 def _arrays(folder: Path, config: ModelConfig, adapters: Adapters, shapes: nnx.State) -> dict[str, np.ndarray]:
-    """The values of the adapters' parameters by path."""
     pairs, found, used = read_pairs(folder, config, adapters), {}, set()
     for path, shape in by_path(shapes).items():
         matrix, which = lora.matrix_of(path)
@@ -123,7 +119,6 @@ def _arrays(folder: Path, config: ModelConfig, adapters: Adapters, shapes: nnx.S
 
 
 def _missing(module: str, pairs: Mapping[str, Pair], *, of_others: bool) -> str:
-    """Why there is no adapter beside a module, with the remedy, in words that end a sentence."""
     if of_others:
         return f", but beside the same matrix of other layers (layers_to_transform, or names of modules); {_MERGE}"
     for other in pairs:
@@ -133,7 +128,6 @@ def _missing(module: str, pairs: Mapping[str, Pair], *, of_others: bool) -> str:
 
 
 def _misshapen(folder: Path, module: str, pair: Pair, pairs: Mapping[str, Pair], adapters: Adapters) -> str:
-    """The sentence about an adapter of other sizes than the config's."""
     is_expert = _EXPERT.fullmatch(module) is not None
     field, rank = ("adapter.expert_rank", adapters.expert_rank) if is_expert else ("adapter.rank", adapters.rank)
     ranks = sorted({p.b.shape[0] for name, p in pairs.items() if (_EXPERT.fullmatch(name) is not None) == is_expert})
@@ -146,7 +140,6 @@ def _misshapen(folder: Path, module: str, pair: Pair, pairs: Mapping[str, Pair],
 
 
 def _unused(module: str, adapters: Adapters) -> str:
-    """Remedy for an adapter that the config has no place for, in words that end a sentence."""
     name = module.rpartition(".")[2]
     name = "router" if name == "gate" else name
     targets = adapters.expert_targets if _EXPERT.fullmatch(module) else adapters.targets
@@ -156,14 +149,11 @@ def _unused(module: str, adapters: Adapters) -> str:
 
 
 def save(params: nnx.State, config: ModelConfig, adapters: Adapters, folder: Path, *, base: str) -> None:
-    """Write adapters as a folder that `peft` from 0.19 on loads. With several processes, all must call this.
+    """Write a folder that `peft` from 0.19 on loads. Every process must call this.
 
     Args:
-      params: the adapters.
-      config: the model's.
-      adapters: their rule.
-      folder: the folder to write, which appears when it is complete.
-      base: name or folder of the model that they are beside.
+      folder: appears when it is complete.
+      base: name or folder of the adapted model.
 
     Raises:
       UserError: `folder` exists and is not empty.
@@ -193,18 +183,18 @@ def save(params: nnx.State, config: ModelConfig, adapters: Adapters, folder: Pat
 
 
 def _modules(config: ModelConfig, matrix: str, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Yield every index into the outer axes of a parameter of this shape with the module that has its matrix."""
+    """Yield every index into a parameter's outer axes, with the module of its matrix."""
     for at, name in families.of(config).rules(config, ())[matrix].entries(shape):
         yield at, name.removesuffix(".weight")
 
 
 def read_pairs(folder: Path, config: ModelConfig, adapters: Adapters) -> dict[str, Pair]:
-    """Return a folder's adapters by module, such as "model.layers.0.mlp.experts.3.gate_proj".
+    """Return a folder's adapters by module, like "model.layers.0.mlp.experts.3.gate_proj".
 
-    `adapters` tells whether one beside [gate, up] is two.
+    `adapters` tells whether one for [gate, up] is two.
 
     Raises:
-      UserError: a file is missing or damaged, or has a feature that is not supported.
+      UserError: a file is missing or damaged, or has an unsupported feature.
     """
     folder = pathlib.Path(folder)
     file = folder / CONFIG
@@ -250,7 +240,6 @@ def read_pairs(folder: Path, config: ModelConfig, adapters: Adapters) -> dict[st
 
 
 def _check_scales(file: pathlib.Path, fields: Mapping[str, Any]) -> None:
-    """Raise UserError if what scales are made of is not as peft writes it."""
     given = fields.get("alpha_pattern") or {}
     if not isinstance(given, dict):
         raise UserError(f"{file}: alpha_pattern is {given!r:.100}, no object of numbers by pattern; correct it")
@@ -260,7 +249,6 @@ def _check_scales(file: pathlib.Path, fields: Mapping[str, Any]) -> None:
 
 
 def _alphas(file: pathlib.Path, fields: Mapping[str, Any], modules: Sequence[str]) -> dict[str, float]:
-    """The `lora_alpha` of each module, and of the parameters of experts in it."""
     usual, given = float(fields.get("lora_alpha", 8)), fields.get("alpha_pattern") or {}
     experts = {of for module in modules if (of := module.removesuffix(".base_layer")).endswith(".experts")}
     names = [*modules, *(f"{of}.{target}" for of in sorted(experts) for target in _FUSED)]
@@ -277,7 +265,6 @@ def _alphas(file: pathlib.Path, fields: Mapping[str, Any], modules: Sequence[str
 
 
 def _scale(fields: Mapping[str, Any], alpha: float, rank: int) -> float:
-    """The scale beside a matrix, from its `lora_alpha`."""
     return alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
 
 
@@ -290,7 +277,7 @@ def _of_experts(
     fields: Mapping[str, Any],
     alphas: Mapping[str, float],
 ) -> dict[str, Pair]:
-    """Each expert's adapters, of the pair beside a fused parameter: a is [n, E r] and b [r E, m]."""
+    """Split a fused parameter's pair, a [n, E r] and b [r E, m], into each expert's."""
     E, D, F = config.num_experts, config.hidden_size, config.moe_intermediate_size
     if not E or a.shape[1] % E:
         raise UserError(f"an adapter beside {module} has {a.shape[1]} rows for {E} experts; give the adapters' model")
@@ -320,7 +307,6 @@ def _of_experts(
 
 
 def _written(pairs: Mapping[str, Pair], adapters: Adapters) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The tensors of a folder, and the fields of its config."""
     tensors: dict[str, np.ndarray] = {}
     of_experts: dict[str, dict[str, list[Pair]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     targets: dict[str, set[str]] = {"target_modules": set(), "target_parameters": set()}
@@ -335,7 +321,7 @@ def _written(pairs: Mapping[str, Pair], adapters: Adapters) -> tuple[dict[str, n
             of_experts[parts[1]][parts[3]].append(pair)
             continue
         write(module, pair.a, pair.b)
-        if module.endswith("mlp.gate"):  # the router is no linear layer in transformers 5
+        if module.endswith("mlp.gate"):  # no linear layer in transformers 5
             targets["target_parameters"].add("mlp.gate.weight")
         else:
             targets["target_modules"].add(module.rpartition(".")[2])
@@ -367,7 +353,7 @@ def _written(pairs: Mapping[str, Pair], adapters: Adapters) -> tuple[dict[str, n
 
 
 def _joined(gate: Pair | None, up: Pair | None) -> Pair:
-    """One adapter beside [gate, up], in which neither has a part in the other's output; None: that output is zero."""
+    """Join two adapters for [gate, up], block-diagonally; None: that output is zero."""
     if gate is None or up is None:
         some = gate or up
         assert some is not None

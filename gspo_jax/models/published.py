@@ -1,4 +1,4 @@
-"""Shapes of published models: plan a run before its weights are there, check that a folder holds the model meant."""
+"""Shapes of published models, to plan a run without weights or to check a folder."""
 
 import dataclasses
 
@@ -7,18 +7,17 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.families import FAMILIES
 
 MODELS = {name: config for family in FAMILIES.values() for name, config in family.PUBLISHED.items()}
-"""Shapes of every family, by name."""
 
 
 def find(name: str) -> ModelConfig:
-    """Return the shape of a published model; raise a UserError for an unknown name."""
+    """Return a published model's shape, or raise a UserError."""
     if name not in MODELS:
         raise UserError(f"there is no published model {name!r} here; {choices(name, MODELS)}")
     return MODELS[name]
 
 
 def check(config: ModelConfig, name: str, folder: str) -> None:
-    """Raise a UserError, with the first difference, if a folder's model is not the published one.
+    """Raise a UserError if a folder's model is not the published one.
 
     Special tokens and the longest position may differ.
     """

@@ -1,7 +1,4 @@
-"""Tensors of a Hugging Face checkpoint: how they map to parameters, and slices of them read from safetensors files.
-
-The rules below are those that several families share; a family's `rules` puts a model's together with `of_model`.
-"""
+"""Tensors of a Hugging Face checkpoint: their mapping to parameters, and slices read from safetensors files."""
 
 import contextlib
 import dataclasses
@@ -29,38 +26,38 @@ _FILE = re.compile(r"[\w .+-]+\.safetensors")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """The checkpoint tensors that hold one of our parameters, and the order of their dimensions."""
+    """The checkpoint tensors of one of our parameters, and the order of their dimensions."""
 
     tensor: str
-    """Tensor name; "{L}" and "{E}" stand for our leading layer and expert axes, which are separate tensors there."""
+    """Name there, with "{L}" and "{E}" for our layer and expert axes, which are separate tensors there."""
     axes: str
     """"ours -> theirs", one letter per dimension; H is all heads side by side."""
     half: int | None = None
-    """0 or 1 if their second dimension concatenates two of our parameters: which of the two this one is."""
+    """0 or 1 if their second dimension concatenates two of our parameters."""
     first: int = 0
-    """Their number of the parameter's first layer."""
+    """Checkpoint number of our first layer."""
 
     @property
     def ours(self) -> list[str]:
-        """Our dimensions, one letter each."""
+        """One letter per dimension."""
         return self.axes.split(" -> ")[0].split()
 
     @property
     def theirs(self) -> list[str]:
-        """Their dimensions, one letter each."""
+        """One letter per dimension."""
         return self.axes.split(" -> ")[1].split()
 
     @property
     def outer(self) -> list[str]:
-        """Our leading axes, along which their tensors are separate."""
+        """Our leading axes, stored as separate tensors."""
         return [axis for axis in self.ours if f"{{{axis}}}" in self.tensor]
 
     def name(self, at: Mapping[str, int]) -> str:
-        """The name of their tensor at an index of our outer axes."""
+        """Return their tensor's name at an outer index."""
         return self.tensor.format(**{axis: i + self.first * (axis == "L") for axis, i in at.items()})
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of each of their tensors, given that of our parameter."""
+        """Return the shape of each of their tensors."""
         size = dict(zip(self.ours, ours, strict=True))
         shape = [size[axis] for axis in self.theirs]
         if self.half is not None:
@@ -68,19 +65,19 @@ class Rule:
         return tuple(shape)
 
     def entries(self, ours: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
-        """Yield every index into our outer axes with the name of their tensor there."""
+        """Yield every outer index with their tensor's name."""
         for at in itertools.product(*(range(n) for n in ours[: len(self.outer)])):
             yield at, self.name(dict(zip(self.outer, at, strict=True)))
 
     def to_theirs(self, ours: np.ndarray) -> np.ndarray:
-        """One of their tensors, from our parameter at one index of the outer axes; undefined for a `half`."""
+        """Return one of their tensors from our parameter at an outer index; undefined for a `half`."""
         inner = self.ours[len(self.outer) :]
         return ours.transpose([inner.index(axis) for axis in self.theirs])
 
     def read(
         self, checkpoint: "Checkpoint", ours: tuple[int, ...], spans: tuple[range, ...], dtype: DTypeLike
     ) -> np.ndarray:
-        """The part of our parameter (of shape `ours`) at `spans`, one range per dimension; reads little else."""
+        """Read the part of our parameter (of shape `ours`) at `spans`, and little else."""
         out = np.empty([len(s) for s in spans], jnp.dtype(dtype))
         for at, piece in self._pieces(checkpoint, ours, spans):
             out[at] = piece
@@ -89,9 +86,9 @@ class Rule:
     def read_int8(
         self, checkpoint: "Checkpoint", ours: tuple[int, ...], spans: tuple[range, ...]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The same of a matrix, [..., input, output], in int8, and the float32 scales of its columns at `spans`.
+        """Read a matrix, [..., input, output], in int8, and the float32 scales of its columns at `spans`.
 
-        A column's scale is that of all its rows, so these are read whatever the span.
+        A column's scale needs all its rows, so all are read.
         """
         *outer, rows, columns = spans
         out = np.empty([len(s) for s in spans], np.int8)
@@ -104,7 +101,6 @@ class Rule:
     def _pieces(
         self, checkpoint: "Checkpoint", ours: tuple[int, ...], spans: tuple[range, ...]
     ) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-        """Yield what each of their tensors has at `spans`, with its index into the outer axes there."""
         size = dict(zip(self.ours, ours, strict=True))
         span = dict(zip(self.ours, spans, strict=True))
         window = [slice(span[axis].start, span[axis].stop) for axis in self.theirs]
@@ -134,14 +130,13 @@ ATTENTION = {
     "attention.k_norm.scale": Rule(_LAYER + "self_attn.k_norm.weight", "L h -> h"),
     "mlp_norm": Rule(_LAYER + "post_attention_layernorm.weight", "L D -> D"),
 }
-"""A layer's norms and grouped-query attention with normed queries and keys."""
+"""Norms, and grouped-query attention with normed queries and keys."""
 
 DENSE = {
     "mlp.gate": Rule(_LAYER + "mlp.gate_proj.weight", "L D F -> F D"),
     "mlp.up": Rule(_LAYER + "mlp.up_proj.weight", "L D F -> F D"),
     "mlp.down": Rule(_LAYER + "mlp.down_proj.weight", "L F D -> D F"),
 }
-"""A dense SwiGLU."""
 
 _EXPERTS = {
     "mlp.router": Rule(_LAYER + "mlp.gate.weight", "L D E -> E D"),
@@ -157,16 +152,15 @@ _FUSED = _EXPERTS | {  # transformers 5 in memory, and on disk with save_origina
 
 
 def experts(names: Container[str]) -> dict[str, Rule]:
-    """The rules of a router and SwiGLU experts: fused if `names` has fused tensors, else one tensor per expert."""
+    """Return the rules of a router and SwiGLU experts, fused if `names` has fused tensors."""
     return _FUSED if _FUSED["mlp.gate"].name({"L": 0}) in names else _EXPERTS
 
 
 def of_model(config: ModelConfig, *stacks: Mapping[str, Rule]) -> dict[str, Rule]:
-    """The rule of every parameter of a model, by its path.
+    """Return the rule of every parameter, by path.
 
     Args:
-      config: the model.
-      stacks: for each of its stacks the rules of a layer, by the path inside the block.
+      stacks: each stack's rules of a layer, by the path inside the block.
     """
     rules = {path: rule for path, rule in _MODEL.items() if not (path == "head" and config.tie_word_embeddings)}
     first = 0
@@ -177,20 +171,20 @@ def of_model(config: ModelConfig, *stacks: Mapping[str, Rule]) -> dict[str, Rule
 
 
 _MAPPED = 2**28
-"""Bytes of rows touched after which files are closed, and opened again when read: mapped pages count as memory."""
+"""Bytes read before files are reopened: mapped pages count as memory."""
 
 
 _COMPARED = 4096
-"""Rows of two matrices that are compared at a time."""
+"""Rows compared at a time."""
 
 
 class Checkpoint:
-    """The tensors of a folder, in one safetensors file or many; raises a UserError if one is missing or damaged."""
+    """The tensors of a folder. Raises a UserError for a missing or damaged file."""
 
     def __init__(self, folder: pathlib.Path, stack: contextlib.ExitStack):
         self.folder = folder
         self.files: dict[str, str] = {}
-        """The file that each tensor is in."""
+        """File name of each tensor."""
         self._opened: dict[str, Any] = {}
         self._read = 0
         stack.callback(self._close)
@@ -200,7 +194,6 @@ class Checkpoint:
             self.files |= dict.fromkeys(self._open(name).keys(), name)
 
     def _open(self, name: str) -> Any:
-        """A file, which stays open until enough was read of all."""
         if name not in self._opened:
             file = self.folder / name
             try:
@@ -234,7 +227,7 @@ class Checkpoint:
     def check(self, expected: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
         """Raise a UserError unless the folder holds exactly the expected tensors, with these shapes, as floats.
 
-        The checkpoint of a `tied` model may still hold its head, if that is the embedding again.
+        A `tied` model's checkpoint may also hold its head, if equal to the embedding.
         """
         head = _MODEL["head"].tensor
         for name, shape in expected.items():
@@ -259,7 +252,6 @@ class Checkpoint:
             )
 
     def _are_equal(self, one: str, other: str) -> bool:
-        """Whether two matrices have equal entries, read a few rows at a time up to the first that differ."""
         shapes = [self._open(self.files[name]).get_slice(name).get_shape() for name in (one, other)]
         if shapes[0] != shapes[1]:
             return False
@@ -271,7 +263,7 @@ class Checkpoint:
         return True
 
     def read(self, name: str, window: tuple[slice, ...]) -> np.ndarray:
-        """A slice of one tensor, in the dtype it is stored in."""
+        """Return a slice of one tensor, in its stored dtype."""
         if self._read > _MAPPED:
             self._close()
         part = self._open(self.files[name]).get_slice(name)

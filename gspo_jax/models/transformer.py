@@ -1,7 +1,4 @@
-"""The transformer: stacks of equal layers, each run by one scan, the same for training, prefill and decode.
-
-The model's family (`models/families`) says which stacks there are and what their blocks are made of.
-"""
+"""The transformer: stacks of equal layers, each run by one scan, the same for training, prefill and decode."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from gspo_jax.kernels.attention import Rows
+from gspo_jax.kernels.attention import SlotRows
 from gspo_jax.kernels.kv import KV
 from gspo_jax.kernels.packed_attention import Spans
 from gspo_jax.models import int8, lora
@@ -25,7 +22,7 @@ from gspo_jax.models.attention import (
     attend_packed,
     rms_norm,
 )
-from gspo_jax.models.cache import Cache, CacheDtype, Slots, stored, write_column
+from gspo_jax.models.cache import Cache, CacheDtype, DecodeSlots, stored, write_column
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
 from gspo_jax.models.dispatch import Dispatch
 from gspo_jax.models.matrices import SCALE
@@ -57,32 +54,31 @@ REMATS: dict[Remat, Callable[..., Any] | None] = {
 }
 """Remat policies: what each layer saves for its backward pass.
 
-"none" saves all intermediates; "dots" the layer's input and the outputs of its matmuls; "full" its input alone;
-"offload" its input, in the host's memory. "dots" recomputes only what is cheap, and is fastest where memory is slow; of
-experts it saves whole buffers, sized for the worst load. "full" needs little HBM, "offload" least, at the price of
-traffic to the host.
+"none" saves all intermediates. "dots" saves the layer's input and its matmuls' outputs, for experts whole buffers: it
+recomputes only what is cheap, and is fastest where memory is slow. "full" saves the input alone and needs little HBM,
+"offload" saves it in host memory and needs least, at the price of traffic.
 """
 
 LEAN: tuple[Remat, ...] = ("full", "offload")
-"""Policies whose backward pass recomputes whole layers."""
+"""Policies that recompute whole layers."""
 
 
 @struct.dataclass
 class Output:
-    """A forward's output, sufficient for chunked log-probs and for routing drift; logits are computed on demand."""
+    """A forward's output. Logits are computed on demand."""
 
     hidden: Float[Array, "B T D"]
     """Hidden states after the final norm, in the compute dtype."""
     routes: Routes
-    """Routes of the routed layers: arrays lead with L, their number, which is 0 for a dense model."""
+    """Arrays lead with the number of routed layers."""
     head: Float[Array, "D V"]
-    """The unembedding, in the compute dtype."""
+    """In the compute dtype."""
     head_is_spread: bool = struct.field(pytree_node=False, default=False)
-    """True if `head` is this shard's part of the vocabulary; see `parallel/spread.py`."""
+    """True if `head` is this shard's part of the vocabulary (`parallel/spread.py`)."""
 
     @property
     def logits(self) -> Float[Array, "B T V"]:
-        """hidden @ head in float32, for a few positions. Training uses `kernels.logprobs.token_logprobs`."""
+        """Float32 logits, for a few positions. Training uses `kernels.logprobs.token_logprobs`."""
 
         def unembed(hidden: Array) -> Array:
             return jnp.einsum("btd,dv->btv", hidden, self.head, preferred_element_type=jnp.float32)
@@ -91,7 +87,7 @@ class Output:
 
 
 class Block(nnx.Module):
-    """Pre-norm attention and feed-forward; holds the parameters of a stack's layers, called on one layer's slice."""
+    """Pre-norm attention and feed-forward, called on one layer's slice of the parameters."""
 
     def __init__(self, config: ModelConfig, stack: Stack, dispatch: Dispatch, *, rngs: nnx.Rngs):
         L, D = stack.layers, config.hidden_size
@@ -112,7 +108,7 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Routes | None, Any]:
         """Return the residual stream, this layer's routes (None if dense), and what `attend` kept.
 
-        With `layer` the experts' weights are those of all layers of the stack; other parameters are this layer's.
+        `layer` is as in `MoE`.
         """
         eps = self.config.rms_norm_eps
         with jax.named_scope("attention"):
@@ -124,18 +120,13 @@ class Block(nnx.Module):
 
 
 class _Rows(NamedTuple):
-    """The rows of a forward."""
-
     valid: Bool[Array, "B T"]
     """False on padding."""
     positions: Int[Array, "B T"]
-    """Positions for the rotation of queries and keys."""
     attend: Attend
-    """Attention of queries over the keys that they see."""
 
 
 def _rows(tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None, spans: Spans | None) -> _Rows:
-    """Packed rows with `spans`, else rows of one text each."""
     if spans is not None:
         return _Rows(spans.valid, spans.positions, lambda q, k, v: (attend_packed(q, k, v, spans), None))
     valid = jnp.ones(tokens.shape, bool) if valid is None else valid
@@ -146,8 +137,7 @@ def _rows(tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None, spans: Sp
 class Transformer(nnx.Module):
     """A causal language model with float32 parameters, which computes in `dtype`.
 
-    Router logits, softmaxes, norms and log-probs are float32 whatever the dtype. `dispatch` is the way tokens reach
-    their experts.
+    Router logits, softmaxes, norms and log-probs are float32 whatever the dtype.
     """
 
     def __init__(
@@ -162,7 +152,7 @@ class Transformer(nnx.Module):
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.embed = parameter(rngs, (V, D), ("vocab", "embed"))
-        # A parameter's place in the tree sets the order in which norms are summed: the name stays between these two.
+        # Names order the tree, and so the sums of norms: keep this one between the others.
         self.layers = nnx.List([Block(config, stack, dispatch, rngs=rngs) for stack in config.stacks])
         self.norm = parameter(rngs, (D,), ("embed",), ones, float32=True)
         self.head = None if config.tie_word_embeddings else parameter(rngs, (D, V), ("embed", "vocab"))
@@ -176,16 +166,11 @@ class Transformer(nnx.Module):
         routing: Routing | None = None,
         remat: Remat = "none",
     ) -> Output:
-        """The training forward, in which a token sees itself and the valid tokens before it.
-
-        With `spans`, rows are packed: prompts and responses of any lengths, as the spans say.
+        """Run the training forward: a token sees itself and the valid tokens before it.
 
         Args:
-          tokens: [B, T]; padding may be anywhere.
-          valid: False on padding, which no token sees and no position counts; None: there is no padding.
-          spans: the keys that each token of packed rows sees, which also tell the padding and the positions.
-          routing: requests to the routers, such as experts to replay.
-          remat: the activation checkpointing policy, one of `REMATS`.
+          valid: False on padding, which may be anywhere and takes no position; None: no padding.
+          spans: for packed rows, the keys that each token sees.
         """
         out, _ = self._forward(tokens, _rows(tokens, valid, spans), routing, remat)
         return out
@@ -198,10 +183,9 @@ class Transformer(nnx.Module):
         spans: Spans | None = None,
         cache_dtype: CacheDtype | None = None,
     ) -> tuple[Output, tuple[KV, KV]]:
-        """The forward of `__call__`, which also returns every layer's keys and values [L, P, M, Kv, h] to be cached.
+        """Run the forward, and also return every layer's keys and values [L, P, M, Kv, h] for the cache.
 
-        With `spans` rows are packed, else each is one text whose tokens `valid` tells from padding. Tokens attend to
-        keys and values as they were computed, whatever the cache stores.
+        Tokens attend to keys and values as computed, whatever the cache stores.
         """
         rows = _rows(tokens, valid, spans)
 
@@ -210,12 +194,12 @@ class Transformer(nnx.Module):
 
         return self._forward(tokens, rows._replace(attend=keep), None, "none")
 
-    def decode(self, tokens: Int[Array, " B"], slots: Slots, cache: Cache) -> tuple[Output, Cache]:
-        """Feed one token to every slot; idle slots reach no expert, and their outputs are undefined."""
+    def decode(self, tokens: Int[Array, " B"], slots: DecodeSlots, cache: Cache) -> tuple[Output, Cache]:
+        """Feed one token to every slot. Idle slots reach no expert and have undefined outputs."""
         P = cache.prompt_lengths.shape[0]
         prompts = jnp.clip(slots.responses // cache.group_size, 0, P - 1)
         positions = (cache.prompt_lengths[prompts] + slots.ages - 1)[:, None]
-        rows = None if slots.aligned else Rows.of(slots.responses, slots.active, P, cache.group_size)
+        rows = None if slots.aligned else SlotRows.of(slots.responses, slots.active, P, cache.group_size)
         layers = jnp.arange(self.config.num_layers)
         x, first, found = self._embed(tokens[:, None]), 0, []
         for block, stack in zip(self.layers, self.config.stacks, strict=True):
@@ -227,7 +211,6 @@ class Transformer(nnx.Module):
         return self._output(x, routes), dataclasses.replace(cache, step=cache.step + 1)
 
     def _forward(self, tokens: Array, rows: "_Rows", routing: Routing | None, remat: Remat) -> tuple[Output, Any]:
-        """The output for whole rows, and what `rows.attend` kept, layers first."""
 
         def run(block: Block, x: Array, asked: Routing | None) -> tuple[Array, tuple[Routes | None, Any]]:
             graph, stacked = nnx.split(block)
@@ -251,13 +234,13 @@ class Transformer(nnx.Module):
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         if spread.is_spread(self.embed):
             return constrain(spread.lookup(self.embed.astype(self.dtype), tokens), "batch", None, None)
-        # Gathered over fsdp first: the batch is sharded over fsdp too, and a lookup cannot keep both sharded.
+        # The batch is sharded over fsdp too, and a lookup cannot keep both sharded.
         embed = constrain(self.embed.astype(self.dtype), "vocab", None)
         return constrain(embed[tokens], "batch", None, None)
 
     def _output(self, x: Array, routes: Routes) -> Output:
         head = self.embed[...].T if self.head is None else self.head[...]
-        head = constrain(head.astype(self.dtype), None, "vocab")  # gathered over fsdp once, not for each chunk
+        head = constrain(head.astype(self.dtype), None, "vocab")  # gathered once, not for each chunk
         is_local = "expert" in manual_axes() and spread.is_spread(self.embed if self.head is None else self.head)
         return Output(rms_norm(x, self.norm[...], self.config.rms_norm_eps), routes, head, is_local)
 
@@ -266,16 +249,13 @@ def _decode_stack(
     block: Block,
     x: Float[Array, "B 1 D"],
     positions: Int[Array, "B 1"],
-    slots: Slots,
-    rows: Rows | None,
+    slots: DecodeSlots,
+    rows: SlotRows | None,
     cache: Cache,
     layers: Int[Array, " L"],
     first: int,
 ) -> tuple[Float[Array, "B 1 D"], Cache, Routes | None]:
-    """Feed x through one stack, whose layers are `layers` of the cache, from `first` on.
-
-    Returns the residual stream, the cache with this step's column of these layers, and their routes (None if dense).
-    """
+    """Feed x through one stack. Its layers in the cache are `layers`, from `first` on."""
     graph, stacked = nnx.split(block)
     whole, sliced = split_experts(stacked)
 
@@ -299,7 +279,7 @@ def _decode_stack(
 
 
 Base = Literal["trained", "frozen", "int8"]
-"""What a model's own weights are: trained; frozen, and spread over `expert` (`parallel/spread.py`); that, and int8."""
+"""The base weights: trained, or frozen and spread over `expert` (`parallel/spread.py`), or these in int8."""
 
 
 def abstract(
@@ -310,15 +290,7 @@ def abstract(
     adapters: lora.Adapters | None = None,
     base: Base = "trained",
 ) -> tuple[nnx.GraphDef[Transformer], nnx.State]:
-    """Return the model's graph and the shapes of its parameters, without allocating any.
-
-    Args:
-      config: the model's sizes.
-      dtype: the dtype that it computes in.
-      dispatch: the way tokens reach their experts.
-      adapters: which matrices have an adapter; None: none has.
-      base: what its own weights are.
-    """
+    """Return the model's graph and parameter shapes, without allocating any."""
     of = {"dtype": dtype, "dispatch": dispatch, "adapters": adapters, "base": base}
     return nnx.split(nnx.eval_shape(lambda: _make(config, nnx.Rngs(0), **of)))
 
@@ -341,7 +313,7 @@ def _make(
 
 
 def _spread(model: Transformer) -> None:
-    """Declare that matrices which every token passes are also sharded over `expert`: columns, and the vocabulary."""
+    """Shard the vocabulary, and the columns of dense matrices, over `expert` too."""
     found = [(model.embed, 0)] if model.head is None else [(model.embed, 0), (model.head, 1)]
     for module, own in (place for block in model.layers for place in lora.matrices(block)):
         columns = [v for v in (getattr(module, own), getattr(module, own + SCALE, None)) if v is not None]
@@ -357,9 +329,9 @@ def init_params(
     mesh: jax.sharding.Mesh | None = None,
     adapters: lora.Adapters | None = None,
 ) -> nnx.State:
-    """Return random float32 parameters, each created in its own sharding on `mesh` (None: the default device).
+    """Return random float32 parameters, each created in its own sharding (None: the default device).
 
-    With `adapters`, those of the adapters alone, which change nothing yet.
+    With `adapters`, only the adapters' parameters.
     """
 
     def make(key: jax.Array) -> nnx.State:

@@ -1,10 +1,9 @@
-"""Objectives for group-based RL as functions from arrays to arrays, usable without the rest of the package.
+"""Objectives for group-based RL: functions from arrays to arrays, usable without the rest of the package.
 
     loss, info = objectives.loss(objectives.gspo(low=3e-4, high=4e-4), logprobs,
         old_logprobs=old, mask=mask, rewards=rewards, group_size=8)
 
-No model, mesh or config enters here. The B rows are P prompts × G responses, with the rows of a group adjacent; each
-row has T response tokens.
+The B rows are P prompts × G adjacent responses of T tokens.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,66 +15,54 @@ from jaxtyping import Array, Bool, Float
 
 from gspo_jax.errors import UserError, choices, nearest
 from gspo_jax.objectives import catalogue
-from gspo_jax.objectives.catalogue import *  # noqa: F403  (a new objective is listed in catalogue.__all__ and only there)
+from gspo_jax.objectives.catalogue import *  # noqa: F403 (catalogue.__all__ is the only list)
 from gspo_jax.objectives.checks import build, check_tokens
-from gspo_jax.objectives.objective import Critic, Objective
-from gspo_jax.objectives.surrogates import Batch, log_ratio, row_mean, widen
+from gspo_jax.objectives.objective import CriticSettings, Objective
+from gspo_jax.objectives.surrogates import TokenBatch, log_ratio, row_mean, widen
 
-__all__ = ["ClipSums", "Critic", "Info", "Objective", "clip_fractions", "clip_sums", "loss", "make"]
+__all__ = ["ClipSums", "CriticSettings", "Info", "Objective", "clip_fractions", "clip_sums", "loss", "make"]
 __all__ += catalogue.__all__
 
 
 class Info(NamedTuple):
-    """Per-token diagnostics of a loss; all constants, none carries a gradient."""
+    """Per-token diagnostics of a loss, all constant; 0 or False outside the mask."""
 
     ratio: Float[Array, "B T"]
-    """Importance ratio of the objective (constant along a row for `gspo`); 1 outside the mask."""
+    """Constant along a row for `gspo`; 1 outside the mask."""
     gated_low: Bool[Array, "B T"]
-    """True where the lower bound set the gradient to zero, as in `Surrogate`; False outside the mask."""
+    """True where the lower bound zeroed the gradient, as in `Surrogate`."""
     gated_high: Bool[Array, "B T"]
-    """True where the upper bound set the gradient to zero; False outside the mask."""
     advantages: Float[Array, "B T"]
-    """Advantages as used; 0 outside the mask."""
     weights: Float[Array, "B T"]
-    """Weights as used; 0 outside the mask."""
     masked: Bool[Array, "B T"] | None
-    """True where the off-policy sequence mask removed the gain, False outside the mask; None if it is off."""
+    """True where the off-policy sequence mask removed the gain; None if it is off."""
 
     @property
     def gated(self) -> Bool[Array, "B T"]:
-        """True where either bound set the gradient to zero."""
+        """True where either bound zeroed the gradient."""
         return self.gated_low | self.gated_high
 
 
 class ClipSums(NamedTuple):
-    """Sums behind the clip fractions; the sums of the micro-batches add up to those of the mini-batch."""
+    """Sums behind the clip fractions, additive over micro-batches."""
 
     tokens: Float[Array, ""]
-    """Tokens in the mask."""
     rows: Float[Array, ""]
     """Rows with a token in the mask."""
     token_low: Float[Array, ""]
-    """Tokens gated by the lower bound."""
     token_high: Float[Array, ""]
-    """Tokens gated by the upper bound."""
     sequence_low: Float[Array, ""]
-    """Sum over rows of the fraction of the row's tokens gated by the lower bound."""
+    """Sum over rows of the fraction of tokens gated by the lower bound."""
     sequence_high: Float[Array, ""]
-    """Sum over rows of the fraction of the row's tokens gated by the upper bound."""
 
 
 def make(
     name: str, own: Mapping[str, Callable[..., Any]] | None = None, /, **hyper_parameters: float | str | None
 ) -> Objective:
-    """Build the objective `name` with the given hyper-parameters, for use from a config.
-
-    Args:
-      name: a name of the catalogue or of `own`.
-      own: further factories by name.
-      **hyper_parameters: the factory's arguments.
+    """Build the objective `name` of the catalogue or of `own`, further factories by name.
 
     Raises:
-      UserError: the name or a hyper-parameter is unknown, or one without a default is missing; lists the known ones.
+      UserError: a name is unknown, or a hyper-parameter without default is missing.
     """
     factories = {each: getattr(catalogue, each) for each in catalogue.__all__} | dict(own or {})
     made = build("objective", factories, name, hyper_parameters)
@@ -97,13 +84,12 @@ def loss(
     router_shift: Float[Array, "B T"] | None = None,
     sampler_logprobs: Float[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, ""], Info]:
-    """Return the loss of a batch, to be minimised, and its per-token diagnostics: loss = −Σ w·gain.
+    """Return the loss of a batch, −Σ w·gain, and its per-token diagnostics.
 
-    `mask` is True on the tokens that the policy sampled, EOS included; values outside it have no effect, NaN included.
-    Pass either `rewards` with `group_size`, or `advantages`. `weights` default to `objective.weights(mask)`; if they
-    are computed once for a whole mini-batch and split along with it, the losses of its micro-batches add up to its
-    loss. `router_shift` is only for objectives that need it, such as `rspo`; `sampler_logprobs`, log μ of the tokens,
-    only for those with a `negative_mask`.
+    `mask` is True on the tokens that the policy sampled, EOS included. Values outside it have no effect, NaN included.
+    Pass either `rewards` with `group_size`, or `advantages`. `weights` default to `objective.weights(mask)`. If
+    computed once per mini-batch and split with it, micro-batch losses add up to the mini-batch's. `router_shift` is
+    only for objectives that need it (`rspo`), `sampler_logprobs` (log μ) only for a `negative_mask`.
 
     Raises ValueError for mismatched shapes, UserError for arguments that the objective's definition rules out.
     """
@@ -116,7 +102,7 @@ def loss(
     advantages = _token_advantages(objective, advantages, mask)
     weights = _fill_outside_mask("weights", objective.weights(mask) if weights is None else weights, mask, 0.0)
     shift = _router_shift(objective, router_shift, mask)
-    surrogate = objective.surrogate(Batch(logprobs, old_logprobs, mask, advantages, shift))
+    surrogate = objective.surrogate(TokenBatch(logprobs, old_logprobs, mask, advantages, shift))
     masked = _masked(objective, logprobs, sampler_logprobs, mask, advantages)
     ratio = jnp.where(mask, surrogate.ratio, 1.0)
     info = Info(ratio, surrogate.gated_low, surrogate.gated_high, advantages, weights, masked)
@@ -125,7 +111,7 @@ def loss(
 
 
 def clip_sums(info: Info, mask: Bool[Array, "B T"]) -> ClipSums:
-    """Return a micro-batch's sums behind the clip fractions; add up all micro-batches, then call `clip_fractions`."""
+    """Return a micro-batch's sums, to be added up for `clip_fractions`."""
     lengths = jnp.sum(mask, axis=1)
     low, high = jnp.sum(info.gated_low, axis=1), jnp.sum(info.gated_high, axis=1)
     per_row = jnp.maximum(lengths, 1)
@@ -140,10 +126,9 @@ def clip_sums(info: Info, mask: Bool[Array, "B T"]) -> ClipSums:
 
 
 def clip_fractions(sums: ClipSums) -> dict[str, Float[Array, ""]]:
-    """Return the fractions of tokens whose gradient was gated to zero, in total and per bound, keyed by metric name.
+    """Return the fractions of gated tokens, in total and per bound, by metric name; 0 for an empty mask.
 
-    `clip_fraction/token` weights all tokens equally, `clip_fraction/sequence` all rows with at least one token. Both
-    are 0 for an empty mask.
+    `clip_fraction/token` weights all tokens equally, `clip_fraction/sequence` all rows with a token.
     """
     tokens, rows = jnp.maximum(sums.tokens, 1), jnp.maximum(sums.rows, 1)
     return {
@@ -160,7 +145,6 @@ _REWARDS_OR_ADVANTAGES = "loss takes either rewards with group_size, or advantag
 
 
 def _check_objective(given: object) -> None:
-    """Raise UserError for what is no Objective, such as the name of one or a factory that was not called."""
     if isinstance(given, Objective):
         return
     name = given if isinstance(given, str) else getattr(given, "__name__", "")
@@ -173,7 +157,6 @@ def _check_objective(given: object) -> None:
 
 
 def _group_advantages(objective: Objective, rewards: Array | None, group_size: int | None) -> Float[Array, " B"]:
-    """Advantages that the objective computes from the rewards of each group."""
     if rewards is None or group_size is None:
         raise ValueError(_REWARDS_OR_ADVANTAGES)
     if objective.advantage is None:
@@ -185,7 +168,6 @@ def _group_advantages(objective: Objective, rewards: Array | None, group_size: i
 
 
 def _router_shift(objective: Objective, shift: Array | None, mask: Bool[Array, "B T"]) -> Float[Array, "B T"] | None:
-    """Router shift per token as a constant, 1 outside the mask; None if the objective does not use it."""
     if shift is None:
         if objective.router_shift:
             raise UserError(
@@ -201,7 +183,6 @@ def _router_shift(objective: Objective, shift: Array | None, mask: Bool[Array, "
 def _masked(
     objective: Objective, logprobs: Array, sampler: Array | None, mask: Bool[Array, "B T"], advantages: Array
 ) -> Bool[Array, "B T"] | None:
-    """True where the off-policy sequence mask removes the gain: negative advantages in rows that have moved too far."""
     if objective.negative_mask is None:
         if sampler is not None:
             raise ValueError(f"{objective.name} has no negative_mask to use sampler_logprobs for; leave them out")
@@ -216,14 +197,12 @@ def _masked(
 def _fill_outside_mask(
     name: str, x: Float[Array, "B T"], mask: Bool[Array, "B T"], outside: float
 ) -> Float[Array, "B T"]:
-    """Return x with `outside` in place of the values outside the mask."""
     if x.shape != mask.shape:
         raise ValueError(f"{name} has shape {list(x.shape)}; it must be [B, T] = {list(mask.shape)}")
     return jnp.where(mask, x, outside)
 
 
 def _token_advantages(objective: Objective, advantages: Array, mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """Advantage per token as a constant, 0 outside the mask."""
     advantages = jax.lax.stop_gradient(widen(advantages))
     if advantages.shape not in (mask.shape, mask.shape[:1]):
         raise ValueError(

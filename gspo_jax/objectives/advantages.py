@@ -1,8 +1,7 @@
-"""Advantage estimators, from the rewards of a group or from a critic: arrays in, arrays out, no sampling and no losses.
+"""Advantage estimators, from the rewards of a group or from a critic.
 
-Every row of a group counts, even one whose response was masked out. Values that may all be equal have one of them
-subtracted before the mean is taken: in float32 the mean of eight 0.1s is not 0.1, but the mean of eight zero
-differences is exactly 0.
+Every row of a group counts, even if masked out. Groups of one or of equal rewards get exactly 0: one value is
+subtracted before the mean, since in float32 the mean of eight 0.1s is not 0.1.
 """
 
 from typing import NamedTuple
@@ -16,11 +15,11 @@ from gspo_jax.objectives.surrogates import widen
 
 
 def group_zscore(rewards: Shaped[Array, " B"], *, group_size: int) -> Float[Array, " B"]:
-    """Group-normalised rewards, as in GRPO.
+    """Return group-normalised rewards, as in GRPO.
 
     Â = (R − mean_G R) / (std_G R + 1e-6), std the sample standard deviation (G − 1). https://arxiv.org/abs/2402.03300
 
-    Exactly 0 for a group of one or of equal rewards. Raises ValueError if B is not a multiple of `group_size`.
+    Raises ValueError if B is not a multiple of `group_size`.
     """
     centered = _centered(rewards, group_size)
     variance = jnp.sum(centered**2, axis=1, keepdims=True) / max(group_size - 1, 1)
@@ -28,27 +27,27 @@ def group_zscore(rewards: Shaped[Array, " B"], *, group_size: int) -> Float[Arra
 
 
 def group_centered(rewards: Shaped[Array, " B"], *, group_size: int) -> Float[Array, " B"]:
-    """Rewards minus the mean of their group, as in Dr. GRPO.
+    """Return rewards minus their group's mean, as in Dr. GRPO.
 
     Â = R − mean_G R. https://arxiv.org/abs/2503.20783
 
-    Exactly 0 for a group of one or of equal rewards. Raises ValueError if B is not a multiple of `group_size`.
+    Raises ValueError if B is not a multiple of `group_size`.
     """
     return _centered(rewards, group_size).reshape(-1)
 
 
 def leave_one_out(rewards: Shaped[Array, " B"], *, group_size: int) -> Float[Array, " B"]:
-    """Rewards minus the mean of the other rewards in their group, as in RLOO.
+    """Return rewards minus the mean of the group's other rewards, as in RLOO.
 
     Â = R − mean of the other G − 1 = G/(G − 1) · (R − mean_G R). https://arxiv.org/abs/2402.14740
 
-    Exactly 0 for a group of one or of equal rewards. Raises ValueError if B is not a multiple of `group_size`.
+    Raises ValueError if B is not a multiple of `group_size`.
     """
     return (_centered(rewards, group_size) * (group_size / max(group_size - 1, 1))).reshape(-1)
 
 
 class _NextToken(NamedTuple):
-    """Advantage and value of the next sampled token of each row; 0 after the last one."""
+    """Advantage and value of each row's next sampled token; 0 after the last."""
 
     advantage: Float[Array, " B"]
     value: Float[Array, " B"]
@@ -63,21 +62,20 @@ def gae(
     lam: float = 1.0,
     whiten: bool = False,
 ) -> Float[Array, "B T"]:
-    """Generalized advantage estimation over the tokens of a response, as in PPO.
+    """Return generalized advantage estimates over the tokens of a response, as in PPO.
 
     Â_t = δ_t + γλ·Â_{t+1}, δ_t = R_t + γ·V_{t+1} − V_t, with Â and V 0 after the last token.
     https://arxiv.org/abs/1506.02438
 
-    `rewards` holds the reward of each token, `values` the critic's estimate just before it. `mask` is True on the
-    tokens that the policy sampled, and t + 1 is the next sampled token: values outside the mask have no effect, NaN
-    included, and the result is 0 there. With `whiten` the result has mean 0 and sample standard deviation 1 (std +
-    1e-6) over all sampled tokens, so pass a whole mini-batch, not its micro-batches.
+    `values` are estimates just before each token. `mask` is True on the tokens that the policy sampled, and t + 1 is
+    the next of these. Values outside the mask have no effect, NaN included; the result is 0 there. `whiten` normalises
+    to mean 0 and sample standard deviation 1 (std + 1e-6) over all sampled tokens, so pass a whole mini-batch.
 
     Raises ValueError for mismatched shapes, UserError for `gamma` or `lam` outside [0, 1].
     """
     check_tokens(rewards=rewards, values=values, mask=mask)
     check_fraction("1 means no discount, 0 looks one token ahead", gamma=gamma, lam=lam)
-    values = widen(values)  # everything added to them is promoted along
+    values = widen(values)
 
     def step_back(following: _NextToken, column: tuple[Array, Array, Array]) -> tuple[_NextToken, Array]:
         reward, value, sampled = column
@@ -94,14 +92,13 @@ def gae(
 
 
 def group_steps(rewards: Shaped[Array, "B T"], steps: Bool[Array, "B T"], *, group_size: int) -> Float[Array, "B T"]:
-    """Process-supervision advantages of GRPO: each token gets the sum of the normalised step rewards from it onwards.
+    """Return GRPO's process-supervision advantages: the sum of normalised step rewards from each token onwards.
 
-    Â_t = Σ_{u ≥ t, u a step} z_u, z = (R − mean R) / (std R + 1e-6) over all steps of all responses of the group, std
-    the sample standard deviation. https://arxiv.org/abs/2402.03300 (4.1.3)
+    Â_t = Σ_{u ≥ t, u a step} z_u, z = (R − mean R) / (std R + 1e-6) over all steps of the group, std the sample
+    standard deviation. https://arxiv.org/abs/2402.03300 (4.1.3)
 
-    `steps` is True on the last token of each step, where `rewards` holds the step's reward; other rewards have no
-    effect. Exactly 0 for a group with no step, a single step, or equal step rewards. Raises ValueError for mismatched
-    shapes.
+    `steps` is True on each step's last token, where `rewards` holds its reward. Other rewards have no effect. Exactly 0
+    for a group with no step, a single step, or equal step rewards. Raises ValueError for mismatched shapes.
     """
     check_tokens(rewards=rewards, steps=steps)
     _check_groups(steps.shape[0], group_size)
@@ -111,9 +108,9 @@ def group_steps(rewards: Shaped[Array, "B T"], steps: Bool[Array, "B T"], *, gro
 
 
 def whitened(x: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, "..."]:
-    """Return (x − mean) / (std + 1e-6) over the mask, 0 outside; std is the sample standard deviation.
+    """Return (x − mean) / (std + 1e-6) over the mask, std the sample standard deviation; 0 outside.
 
-    Exactly 0 if the mask holds a single value or equal ones.
+    Exactly 0 for one value or equal ones.
     """
     count = jnp.sum(mask)
     x = jnp.where(mask, x - jnp.min(x, initial=jnp.inf, where=mask), 0.0)
@@ -122,7 +119,6 @@ def whitened(x: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, "
 
 
 def _check_groups(rows: int, group_size: int) -> None:
-    """Raise ValueError unless the rows split evenly into groups."""
     if group_size < 1 or rows % group_size:
         raise ValueError(
             f"{rows} rewards do not split into groups of {group_size}; "
@@ -131,7 +127,6 @@ def _check_groups(rows: int, group_size: int) -> None:
 
 
 def _centered(rewards: Shaped[Array, " B"], group_size: int) -> Float[Array, "P G"]:
-    """Return R − mean_G R in at least float32, one group per row."""
     rewards = widen(rewards)
     if rewards.ndim != 1:
         raise ValueError(f"rewards have shape {list(rewards.shape)}; it must be [B], one reward per response")

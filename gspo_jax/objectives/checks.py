@@ -1,4 +1,4 @@
-"""Validation of hyper-parameters and shapes, and lookup of factories by name."""
+"""Validation of hyper-parameters and shapes, and lookup of factories."""
 
 import inspect
 import math
@@ -15,11 +15,7 @@ Built = TypeVar("Built")
 def build(
     kind: str, factories: Mapping[str, Callable[..., Built]], name: str, hyper: Mapping[str, float | str | None]
 ) -> Built:
-    """Call `factories[name](**hyper)`.
-
-    Raises:
-      UserError: the name or a hyper-parameter is unknown, or one without a default is missing; lists the known ones.
-    """
+    """Call `factories[name](**hyper)`; raise UserError for unknown or missing names."""
     if name not in factories:
         raise UserError(f"no {kind} {name!r}; {choices(name, factories)}")
     parameters = inspect.signature(factories[name]).parameters
@@ -37,7 +33,7 @@ def build(
 
 
 def check_offsets(low: float, high: float, dual_clip: float | None = None) -> None:
-    """Raise UserError unless `low`, `high` are valid offsets from 1 (`low=0.2` clips at 0.8) and `dual_clip` > 1."""
+    """Raise UserError unless `low` and `high` are offsets from 1 (`low=0.2` clips at 0.8) and `dual_clip` > 1."""
     if not 0 <= low <= 1:
         raise UserError(f"low={low} lies outside [0, 1]; it is an offset from 1, so low=0.2 clips at 0.8")
     if not high >= 0:
@@ -47,35 +43,35 @@ def check_offsets(low: float, high: float, dual_clip: float | None = None) -> No
 
 
 def check_not_negative(remedy: str, **given: float) -> None:
-    """Raise UserError unless all given numbers are finite and at least 0."""
+    """Raise UserError unless all are finite and at least 0."""
     for name, value in given.items():
         if not 0 <= value < math.inf:
             raise UserError(f"{name}={value} is not a finite number of at least 0; {remedy}")
 
 
 def check_positive(remedy: str, **given: float) -> None:
-    """Raise UserError unless all given numbers are positive and finite."""
+    """Raise UserError unless all are positive and finite."""
     for name, value in given.items():
         if not 0 < value < math.inf:
             raise UserError(f"{name}={value} is not a positive number; {remedy}")
 
 
 def check_fraction(remedy: str, **given: float) -> None:
-    """Raise UserError unless all given numbers lie in [0, 1]."""
+    """Raise UserError unless all lie in [0, 1]."""
     for name, value in given.items():
         if not 0 <= value <= 1:
             raise UserError(f"{name}={value} lies outside [0, 1]; {remedy}")
 
 
 def check_choice(known: tuple[str, ...], **given: str) -> None:
-    """Raise UserError unless all given strings are among `known`."""
+    """Raise UserError unless all are among `known`."""
     for name, value in given.items():
         if value not in known:
             raise UserError(f"no {name} {value!r}; {choices(value, known)}")
 
 
 def check_tokens(**given: Array) -> None:
-    """Raise ValueError unless all given arrays share one shape [B, T] and the last, a mask, is boolean."""
+    """Raise ValueError unless all arrays share one shape [B, T] and the last, a mask, is boolean."""
     name, mask = list(given.items())[-1]
     if mask.ndim != 2 or any(x.shape != mask.shape for x in given.values()):
         shapes = ", ".join(f"{each} {list(x.shape)}" for each, x in given.items())

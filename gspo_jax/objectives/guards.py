@@ -1,20 +1,20 @@
-"""Warnings about what is legal but probably unintended, returned as text for the caller to show."""
+"""Warnings about legal but probably unintended settings, returned as text."""
 
 from gspo_jax.objectives.objective import Objective
 
 WIDE_SEQUENCE_CLIP = 0.05
-"""Bound that the mean log-ratio over hundreds of tokens almost never reaches."""
+"""The mean log-ratio over hundreds of tokens almost never reaches it."""
 NARROW_TOKEN_CLIP = 0.01
-"""Bound that the ratios of many tokens exceed within a few updates."""
+"""The ratios of many tokens exceed it within a few updates."""
 MOST_GATED = 0.02
-"""Share of responses that the rounding of log-probs may gate."""
+"""Share of responses that rounding may gate."""
 
 
 def rounding_warning(objective: Objective, gated: float, *, recomputed: bool) -> str | None:
     """Return a one-sentence warning if too many responses are gated in mini-batch 0, where only rounding moves ratios.
 
-    `gated` is the first mini-batch's `clip_fraction/sequence`. It takes tokens that the current policy sampled or, with
-    `recomputed`, old log-probs that are its own.
+    `gated` is its `clip_fraction/sequence`, on tokens of the current policy or, with `recomputed`, on its own
+    log-probs.
     """
     if gated <= MOST_GATED:
         return None
@@ -35,7 +35,7 @@ def rounding_warning(objective: Objective, gated: float, *, recomputed: bool) ->
 
 
 def clip_range_warning(objective: Objective) -> str | None:
-    """Return a one-sentence warning if a bound has the wrong scale for its token or sequence ratio, else None."""
+    """Return a one-sentence warning if a bound has the wrong scale for its token or sequence ratio."""
     if objective.level == "sequence":
         suspicious = {name: bound for name, bound in objective.bounds.items() if bound >= WIDE_SEQUENCE_CLIP}
         bounded = "the ratio of a whole response"

@@ -1,8 +1,7 @@
-"""Corrections for the sampler/trainer mismatch: a factor on each token's weight, computed from their two log-probs.
+"""Corrections for the sampler/trainer mismatch: a factor on each token's weight, from ρ = π_train,old / π_sampler.
 
-ρ = π_train,old / π_sampler. A correction is called with (old_logprobs, sampler_logprobs, mask), all [B, T], and returns
-the factor [B, T]: a constant, at least float32, 0 outside the mask whatever the log-probs are there. To add one, write
-a function here and list its name in `__all__`.
+A correction maps (old_logprobs, sampler_logprobs, mask), all [B, T], to a constant factor [B, T], at least float32, 0
+outside the mask. To add one, write a function here and list its name in `__all__`.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,10 +26,10 @@ Correction: TypeAlias = Callable[
 def make_correction(
     name: str, own: Mapping[str, Callable[..., Any]] | None = None, /, **hyper_parameters: float
 ) -> Correction:
-    """Build the correction `name` of this module or of `own`, further factories by name, for use from a config.
+    """Build the correction `name` of this module or of `own`, further factories by name.
 
     Raises:
-      UserError: the name or a hyper-parameter is unknown, or one without a default is missing; lists the known ones.
+      UserError: a name is unknown, or a hyper-parameter without default is missing.
     """
     factories: dict[str, Callable[..., Any]] = {each: globals()[each] for each in __all__} | dict(own or {})
     made: Correction = build("mismatch correction", factories, name, hyper_parameters)
@@ -40,7 +39,7 @@ def make_correction(
 
 
 def tis(*, cap: float = 2.0) -> Correction:
-    """Truncated importance sampling: each token is weighted by its own ratio, up to a cap.
+    """Truncated importance sampling: weights each token by its ratio, up to a cap.
 
     factor[i,t] = min(ρ, cap). https://fengyao.notion.site/off-policy-rl
 
@@ -55,7 +54,7 @@ def tis(*, cap: float = 2.0) -> Correction:
 
 
 def icepop(*, low: float = 0.5, high: float = 5.0) -> Correction:
-    """IcePop: each token is weighted by its own ratio inside the interval [low, high] and dropped outside it.
+    """IcePop: weights each token by its ratio inside [low, high] and drops it outside.
 
     factor[i,t] = ρ if low ≤ ρ ≤ high else 0. https://arxiv.org/abs/2510.18855
 
@@ -71,7 +70,7 @@ def icepop(*, low: float = 0.5, high: float = 5.0) -> Correction:
 
 
 def sequence_mask(*, low: float = 0.99, high: float = 1.01) -> Correction:
-    """Sequence mask: drops responses whose geometric-mean ratio leaves [low, high]; the others count in full.
+    """Sequence mask: drops responses with a geometric-mean ratio outside [low, high].
 
     factor[i,t] = 1 if low ≤ exp((1/n_i) Σ_t m·log ρ) ≤ high else 0.
 
@@ -88,12 +87,10 @@ def sequence_mask(*, low: float = 0.99, high: float = 1.01) -> Correction:
 
 
 def _log_rho(old: Float[Array, "B T"], sampler: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """Return log ρ as a constant, 0 outside the mask."""
     check_tokens(old_logprobs=old, sampler_logprobs=sampler, mask=mask)
     return jax.lax.stop_gradient(log_ratio(old, sampler, mask))
 
 
 def _check_interval(low: float, high: float) -> None:
-    """Raise UserError unless the interval of accepted ratios holds 1, where sampler and trainer agree."""
     if not 0 <= low <= 1 <= high:
         raise UserError(f"low={low} and high={high} do not enclose the ratio 1, where sampler and trainer agree")

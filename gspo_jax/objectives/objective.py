@@ -1,4 +1,4 @@
-"""The Objective type, which the catalogue's factories return and `objectives.loss` evaluates."""
+"""The Objective type."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -6,23 +6,24 @@ from typing import Literal
 
 from jaxtyping import Array, Bool, Float
 
-from gspo_jax.objectives.surrogates import Batch, Surrogate
+from gspo_jax.objectives.advantages import group_zscore
+from gspo_jax.objectives.surrogates import Surrogate, TokenBatch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Critic:
-    """Settings of an objective's critic: how it estimates advantages (`gae`) and how it is trained (`value_loss`)."""
+class CriticSettings:
+    """Settings of a critic's advantages (`gae`) and training (`value_loss`)."""
 
     gamma: float
-    """Discount of the rewards, per token."""
+    """Discount per token."""
     lam: float
-    """λ of GAE: 1 relies on the rewards alone, 0 on the critic one token ahead."""
+    """1 relies on the rewards alone, 0 on the critic one token ahead."""
     whiten: bool
-    """True if advantages are normalised to mean 0 and standard deviation 1 over the batch."""
+    """Normalise advantages over the batch to mean 0 and standard deviation 1."""
     value_clip: float
-    """Clip range of a value around the old value in the critic's loss."""
+    """Around the old value."""
     value_weight: float
-    """Weight of the critic's loss relative to the policy's."""
+    """Relative to the policy's loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,23 +31,19 @@ class Objective:
     """An objective with its hyper-parameters bound; loss = −Σ weights(mask) · surrogate(batch).gain."""
 
     name: str
-    """Name of the factory in `__all__`."""
-    surrogate: Callable[[Batch], Surrogate]
-    """Function from a batch to per-token gains, ratios and gates."""
+    surrogate: Callable[[TokenBatch], Surrogate]
     weights: Callable[[Bool[Array, "B T"]], Float[Array, "B T"]]
-    """mask -> w[B, T], 0 outside the mask. Computed once for a whole mini-batch, then split along with it."""
-    advantage: Callable[..., Float[Array, " B"]] | None
-    """(rewards [B], group_size=G) -> Â [B], used if the caller passes rewards; None: Â comes from a critic."""
-    token_advantages: bool
-    """True if the definition allows per-token advantages [B, T] besides per-response ones [B]."""
-    level: Literal["token", "sequence"]
-    """Level of the importance ratio that is bounded."""
-    bounds: Mapping[str, float] = field(hash=False)  # a dict has no hash, and an objective may be a static argument
-    """Bounds of that ratio, keyed by hyper-parameter name; empty if it has none."""
-    critic: Critic | None = None
-    """Settings of the critic; None if the objective has none."""
+    """mask -> w[B, T], 0 outside the mask."""
+    advantage: Callable[..., Float[Array, " B"]] | None = group_zscore
+    """(rewards [B], group_size=G) -> Â [B]; None: Â comes from a critic."""
+    token_advantages: bool = False
+    """True if advantages may also be per token, [B, T]."""
+    level: Literal["token", "sequence"] = "token"
+    """Level of the bounded importance ratio."""
+    bounds: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)  # a dict has no hash
+    """Bounds of that ratio, keyed by hyper-parameter name."""
+    critic: CriticSettings | None = None
     router_shift: bool = False
-    """True if the surrogate needs `Batch.router_shift`."""
     negative_mask: float | None = None
-    """δ of the off-policy sequence mask of DeepSeek-V3.2, https://arxiv.org/abs/2512.02556; None: off. Where Â < 0, the
-    tokens of a response have no gain if the mean of log μ − log π_θ over them exceeds δ, μ the sampler's policy."""
+    """δ of the off-policy sequence mask of DeepSeek-V3.2, https://arxiv.org/abs/2512.02556; None: off. Where Â < 0, a
+    response's tokens have no gain if their mean log μ − log π_θ exceeds δ, μ the sampler's policy."""

@@ -1,6 +1,6 @@
-"""Per-token terms added to an objective: the KL to a reference policy and the loss of a critic.
+"""Per-token terms added to an objective: the KL to a reference policy and the critic's loss.
 
-Arrays in, arrays out; the caller weights and sums them. Values outside the mask have no effect, NaN included.
+Values outside the mask have no effect, NaN included.
 """
 
 from typing import Literal
@@ -22,8 +22,8 @@ def kl(
 ) -> Float[Array, "B T"]:
     """Return a per-token estimate of KL(π_θ ‖ π_ref), 0 outside the mask; only `logprobs` receives a gradient.
 
-    x = log π_ref − log π_θ: k1 = −x, unbiased; k2 = x²/2, whose gradient is unbiased; k3 = e^x − x − 1, unbiased and
-    never negative, x clamped to ±20. http://joschu.net/blog/kl-approx.html
+    x = log π_ref − log π_θ: k1 = −x, unbiased; k2 = x²/2, with unbiased gradient; k3 = e^x − x − 1, unbiased and never
+    negative, x clamped to ±20. http://joschu.net/blog/kl-approx.html
 
     Raises UserError for an unknown `estimator`, ValueError for mismatched shapes.
     """
@@ -38,8 +38,8 @@ def kl(
 
 
 def k3(x: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """Return e^x − 1 − x, Schulman's k3 estimate of a KL from log-ratios x, which is never negative."""
-    return jnp.expm1(x) - x  # exp(x) − 1 − x cancels for small x, and comes out negative
+    """Return e^x − 1 − x ≥ 0, Schulman's k3 estimate of a KL from log-ratios x."""
+    return jnp.expm1(x) - x  # exp(x) − 1 − x cancels for small x, even below 0
 
 
 def value_loss(
@@ -50,19 +50,19 @@ def value_loss(
     *,
     clip: float,
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    """Return the critic's clipped loss per token, 0 outside the mask, and a mask of where the clip gated its gradient.
+    """Return the critic's clipped loss per token, 0 outside the mask, and True where the clip gated its gradient.
 
     loss = ½·max((V − R)², (V_old + clip(V − V_old, −c, c) − R)²), c = `clip`, as in the PPO paper's code.
     https://arxiv.org/abs/1707.06347
 
-    R = Â + V_old are the returns; they and `old_values` are constants. Raises UserError for `clip` not above 0,
-    ValueError for mismatched shapes.
+    The returns R = Â + V_old and `old_values` are constants. Raises UserError for `clip` not above 0, ValueError for
+    mismatched shapes.
     """
     check_positive("it bounds how far a value may move, usually 0.2", clip=clip)
     check_tokens(values=values, old_values=old_values, returns=returns, mask=mask)
     error = jnp.where(mask, widen(values) - jax.lax.stop_gradient(returns), 0.0)
     change = jnp.where(mask, widen(values) - old_values, 0.0)
-    # Not computed from old_values: inside the clip range exactly 0 is added, so rounding cannot gate a gradient there.
+    # Not from old_values: inside the clip range exactly 0 is added, so rounding cannot gate a gradient there.
     clipped_error = jax.lax.stop_gradient(error + (jnp.clip(change, -clip, clip) - change))
     cut = jnp.abs(clipped_error) > jnp.abs(error)
     return jnp.where(cut, clipped_error, error) ** 2 / 2, cut

@@ -1,4 +1,4 @@
-"""The cache of compiled programs on the disk, and counts of what was compiled or read from it."""
+"""Disk cache of compiled programs, and counts of compilations."""
 
 import hashlib
 import os
@@ -8,11 +8,16 @@ from typing import Any
 
 import jax
 from absl import logging
-from jax._src import compilation_cache, lru_cache  # what is kept, and how, is set by no public function
+from jax._src import compilation_cache, lru_cache  # no public API decides what is kept, and how
 
 MAX_CACHE_BYTES = 2 * 2**30
-"""Size of the cache above which the programs that were used longest ago are removed."""
+"""Cache size above which the least recently used programs are removed."""
 
+_COMPILED_ANEW = "jit_reshard-"
+"""Keys of programs that simulated devices compile anew.
+
+Read back by jaxlib 0.12.0.1 one hangs: devices wait at different collectives, in and beside its loop.
+"""
 _SEAL_BYTES = hashlib.sha256().digest_size
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -20,24 +25,25 @@ _READ = "/jax/compilation_cache/cache_hits"
 
 
 def user_cache() -> Path:
-    """Return the folder for gspo_jax in the user's cache folder."""
+    """Return this user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(home) / "gspo_jax"
 
 
 class SealedCache(lru_cache.LRUCache):
-    """Compiled programs on the disk or in a bucket, of which only those are read that are as they were written.
+    """Disk or bucket cache that reads only programs with an intact seal.
 
-    Behind each stands a seal, the SHA-256 of its key and its bytes. jax compresses programs, with zstandard where that
-    is installed, which notices no damage; XLA may then crash or compute something else. A program without its seal is
-    removed, with one warning for all, and so compiled again. Other processes of jax can read the sealed ones: they take
-    no notice of what stands behind compressed data.
+    The seal, a SHA-256 of key and bytes, follows each program: jax's compression notices no damage, and XLA may then
+    crash or compute something else. Programs without it are removed and compiled again, with one warning for all. Other
+    jax processes can read sealed programs.
     """
 
     _warned = False
 
     def get(self, key: str) -> bytes | None:
-        """The program of a key; None if there is none that has its seal."""
+        """Return a key's program, or None without its seal, or if it may not be read."""
+        if _compiled_anew(key):
+            return None
         found = super().get(key)
         if found is None or found[-_SEAL_BYTES:] == _seal(key, found[:-_SEAL_BYTES]):
             return None if found is None else found[:-_SEAL_BYTES]
@@ -50,48 +56,53 @@ class SealedCache(lru_cache.LRUCache):
         return None
 
     def put(self, key: str, value: bytes) -> None:
-        """Keep the program of a key, unless there is one."""
-        super().put(key, value + _seal(key, value))
+        """Store a key's program, unless there is one or it may not be read."""
+        if not _compiled_anew(key):
+            super().put(key, value + _seal(key, value))
+
+
+def _compiled_anew(key: str) -> bool:
+    return key.startswith(_COMPILED_ANEW) and jax.default_backend() == "cpu" and jax.device_count() > 1
 
 
 def _seal(key: str, program: bytes) -> bytes:
     found = hashlib.sha256(key.encode() + b"\n")
-    found.update(program)  # of which some have a gigabyte
+    found.update(program)  # may be a gigabyte
     return found.digest()
 
 
 def use_cache() -> str | None:
-    """Keep compiled programs for later processes of this user; return the folder, None if there is none.
+    """Cache compiled programs for later processes of this user. Return the folder, or None.
 
-    Call it before anything is compiled. `JAX_COMPILATION_CACHE_DIR` names another folder, or one in a bucket, which
-    jax's own variables then describe; `JAX_ENABLE_COMPILATION_CACHE=false` turns the cache off. A program's key
-    contains the CPU's instruction set, so that machines with different CPUs may share a home.
+    Call it before anything is compiled. `JAX_COMPILATION_CACHE_DIR` names another folder or bucket, configured by jax's
+    own variables. `JAX_ENABLE_COMPILATION_CACHE=false` turns the cache off. Keys contain the CPU's instruction set, so
+    machines with different CPUs may share a home.
     """
     if not jax.config.jax_enable_compilation_cache:
         return None
-    opened_with: Any = compilation_cache  # which does not declare the class as its own
+    opened_with: Any = compilation_cache  # the module does not export the class
     if opened_with.LRUCache is not SealedCache:
         opened_with.LRUCache = SealedCache
-        compilation_cache.reset_cache()  # one that jax has opened already has no seals
+        compilation_cache.reset_cache()  # a cache that jax already opened has no seals
     if jax.config.jax_compilation_cache_dir:
         return jax.config.jax_compilation_cache_dir
     try:
         folder = user_cache() / "compiled"
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # an account without a home folder has no cache
+    except (OSError, RuntimeError):  # no home folder
         return None
     if not os.access(folder, os.W_OK):
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_compilation_cache_max_size", MAX_CACHE_BYTES)  # under a lock that processes share
+    jax.config.update("jax_compilation_cache_max_size", MAX_CACHE_BYTES)  # under a lock shared by processes
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # XLA's own files have no seals, and no bound
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # XLA's own files have no seal or size limit
     return str(folder)
 
 
 class CompileCounter:
-    """Counts programs that were compiled, and those read from the cache instead, and the seconds of both."""
+    """Counter of compiled and cached programs, and their seconds."""
 
     def __init__(self):
         self._finished = self.cached = 0
@@ -110,7 +121,7 @@ class CompileCounter:
         jax.monitoring.unregister_event_listener(self._on_event)
 
     def _on_duration(self, event: str, duration_secs: float, **_: Any) -> None:
-        if event == _COMPILED:  # which counts reading, too
+        if event == _COMPILED:  # includes cache reads
             self._finished += 1
             self.seconds += duration_secs
 
@@ -119,7 +130,7 @@ class CompileCounter:
 
 
 def watch_compilation(show: Callable[[bool], None]) -> Callable[[], None]:
-    """Call `show(True)` when a program begins to be compiled, `show(False)` when it is; return what ends the watch."""
+    """Call `show(True)` when a compilation begins and `show(False)` at its end. Return the undo."""
 
     def listen(event: str, *_: Any, **__: Any) -> None:
         if event in (_LOWERED, _COMPILED):

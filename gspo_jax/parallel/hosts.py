@@ -1,10 +1,11 @@
-"""Transfer of batches between the host memory of the processes and the devices of the mesh.
+"""Transfer of batches between host memory and the mesh's devices.
 
-On hosts, an array with leading dimension rows is the whole batch, in the same order on every process; on devices the
-rows are sharded (see `mesh.rows_sharding`). Code that selects and orders rows is therefore the same for any number of
-processes. Costly per-row host work, such as rewards, is done by one process only: the one that owns the row.
+Host arrays hold the whole batch, in the same order on every process. On devices rows are sharded
+(`mesh.rows_sharding`). Code that selects and orders rows is thus the same for any number of processes. Costly work per
+row, such as rewards, is done by the row's owner only.
 """
 
+import functools
 from typing import Any, TypeVar
 
 import jax
@@ -20,44 +21,60 @@ Tree = TypeVar("Tree")
 
 _TEXT_BYTES = 400
 _BLOCK = 2**28
-"""Maximum bytes of an array that each device holds at a time while the array is all-gathered to the hosts."""
+"""Maximum bytes per device at a time in an all-gather to the hosts."""
 
 
 def shard_rows(mesh: Mesh, tree: Tree) -> Tree:
-    """Shard the rows of whole host arrays over the batch axes; each process feeds its own devices."""
+    """Shard rows of whole host arrays over the batch axes. Each process feeds its own devices."""
     place = rows_sharding(mesh)
     return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, place, lambda rows: x[rows]), tree)
 
 
 def allgather(tree: Any) -> Any:
-    """All-gather device arrays: return the same tree of whole host arrays on every process."""
+    """Return whole host arrays on every process."""
     return jax.device_get(tree) if jax.process_count() == 1 else jax.tree.map(_allgather, tree)
 
 
 def _allgather(x: jax.Array) -> np.ndarray:
-    processes.meet()  # counts how long this process waits for the others' part
+    processes.meet()  # records the wait for other processes
     blocks = -(-x.nbytes // _BLOCK)
-    if x.ndim < 2 or blocks < 2:
+    whole = x.sharding.shard_shape(x.shape)
+    free = [axis for axis in range(x.ndim) if whole[axis] == x.shape[axis] > 1]  # slices along these move no data
+    if blocks < 2 or not free:
         return multihost_utils.process_allgather(x, tiled=True)
-    width = -(-x.shape[1] // blocks)  # the second dimension is unsharded, so slicing it moves no data
-    starts = [min(start, x.shape[1] - width) for start in range(0, x.shape[1], width)]
-    found = np.empty(x.shape, x.dtype)
-    for start in starts:
-        block = jax.lax.dynamic_slice_in_dim(x, start, width, axis=1)
-        found[:, start : start + width] = multihost_utils.process_allgather(block, tiled=True)
+    axis = max(free, key=lambda axis: x.shape[axis])
+    length, found = x.shape[axis], np.empty(x.shape, x.dtype)
+    width = -(-length // blocks)
+    for start in (min(start, length - width) for start in range(0, length, width)):
+        block = jax.lax.dynamic_slice_in_dim(x, start, width, axis=axis)
+        at = (*[slice(None)] * axis, slice(start, start + width))
+        found[at] = multihost_utils.process_allgather(block, tiled=True)
     return found
 
 
+def fetch_places(tree: Any, places: Int[np.ndarray, " n"]) -> Any:
+    """Return host copies, on every process, of places of arrays [M, Q, …], counted over M · Q."""
+    return jax.device_get(_chooser(jax.tree.leaves(tree)[0].sharding.mesh)(tree, places))
+
+
+@functools.cache
+def _chooser(mesh: Mesh) -> Any:
+    def chosen(tree: Any, places: jax.Array) -> Any:
+        return jax.tree.map(lambda x: x[places // x.shape[1], places % x.shape[1]], tree)
+
+    return jax.jit(chosen, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
 def any_process(here: bool) -> bool:
-    """Whether `here` is true in any process; all have to call it."""
+    """Return True if `here` is true in any process. All must call it."""
     if jax.process_count() == 1:
         return here
-    processes.meet()  # counts how long this process waits for the others
+    processes.meet()  # records the wait for other processes
     return bool(multihost_utils.process_allgather(np.bool_(here)).any())
 
 
 def first_nonempty(text: str) -> str:
-    """The text of the first process that has any, cut to a few hundred bytes; "" if none has."""
+    """Return the first non-empty text of any process, cut to a few hundred bytes. All must call it."""
     if jax.process_count() == 1:
         return text
     mine = np.zeros(_TEXT_BYTES, np.uint8)
@@ -68,10 +85,9 @@ def first_nonempty(text: str) -> str:
 
 
 def own_rows(mesh: Mesh, count: int) -> Int[np.ndarray, " n"]:
-    """Return the row indices, ascending, that this process owns in a batch of `count`; each row has one owner.
+    """Return the rows, ascending, that this process owns in a batch of `count`. Each row has one owner.
 
-    A process owns rows that live on its devices. If several processes hold the same rows, because `tensor` spans them,
-    the first of them along `tensor` owns the rows.
+    If several processes hold a row, because `tensor` spans them, the first along `tensor` owns it.
     """
     assert AXES[-1] == "tensor"
     rows_of: Any = rows_sharding(mesh).devices_indices_map((count,))
@@ -81,7 +97,7 @@ def own_rows(mesh: Mesh, count: int) -> Int[np.ndarray, " n"]:
 
 
 def fetch_own_rows(mesh: Mesh, tree: Any) -> Any:
-    """Return the same tree with host copies of the rows that this process owns; rows are the leading dimension."""
+    """Return host copies of this process's own rows."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
     return jax.tree.map(lambda x: _fetch_own_rows(mesh, x), tree)
@@ -97,7 +113,7 @@ def _fetch_own_rows(mesh: Mesh, x: jax.Array) -> np.ndarray:
 
 
 def allgather_rows(mesh: Mesh, tree: Tree, count: int) -> Tree:
-    """Assembles whole host arrays of `count` rows on every process from the rows that each process owns."""
+    """Assemble whole host arrays of `count` rows from each process's own rows."""
     if jax.process_count() == 1:
         return tree
     rows, spread = own_rows(mesh, count), NamedSharding(mesh, PartitionSpec("tensor", BATCH_AXES))
@@ -106,7 +122,7 @@ def allgather_rows(mesh: Mesh, tree: Tree, count: int) -> Tree:
         filled = np.zeros((count, *x.shape[1:]), x.dtype)
         filled[rows] = x
         known = np.broadcast_to(filled, (mesh.shape["tensor"], *filled.shape))
-        # A row held by several processes is correct only on its owner, the first along the tensor axis.
+        # Only the owner, first along `tensor`, holds a valid row.
         return _allgather(jax.make_array_from_callback(known.shape, spread, lambda index: known[index])[0])
 
     return jax.tree.map(whole, tree)

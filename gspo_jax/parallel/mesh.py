@@ -1,7 +1,7 @@
-"""The device mesh and the rules that map logical axes to mesh axes.
+"""The device mesh, and rules from logical to mesh axes.
 
-Model code names the logical axes of an array ("batch", "heads", "expert"); the rules below map them to mesh axes.
-Without a mesh in scope (`jax.set_mesh`) every sharding constraint is the identity, so the same code runs on one device.
+Model code names logical axes ("batch", "heads", "expert"). Without a mesh in scope (`jax.set_mesh`) sharding
+constraints are the identity.
 """
 
 import math
@@ -20,7 +20,7 @@ from gspo_jax.errors import UserError
 AXES = ("data", "fsdp", "expert", "tensor")
 
 BATCH_AXES = ("data", "fsdp", "expert")
-"""Mesh axes that rows are sharded over, `expert` included: the dispatch brings tokens to their experts over it."""
+"""Mesh axes of rows. Dispatch brings tokens to their experts over `expert`."""
 
 Tree = TypeVar("Tree")
 
@@ -39,22 +39,22 @@ TRAINER: Rules = {
     "router": (),
     "rank": (),
 }
-"""Trainer layout: weights sharded over fsdp, expert and tensor."""
+"""Weights sharded over fsdp, expert and tensor."""
 
 SAMPLER: Rules = {**TRAINER, "embed": ()}
-"""Sampler layout: weights replicated over data and fsdp, so that decode steps need no weight all-gathers."""
+"""Weights replicated over data and fsdp, so decode steps need no all-gathers."""
 
 
 def divisors(n: int) -> list[int]:
-    """Return all divisors of n, ascending."""
+    """Return the divisors of n, ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def mesh_sizes(sizes: Mapping[str, int], num_devices: int) -> tuple[int, ...]:
-    """Resolve axis sizes (-1 once means "the rest") against the number of devices.
+    """Resolve axis sizes. One may be -1, the rest.
 
     Raises:
-      UserError: an axis is unknown, more than one size is -1, or the product is not `num_devices`.
+      UserError: an axis is unknown, several sizes are -1, or the product is not `num_devices`.
     """
     if unknown := set(sizes) - set(AXES):
         raise UserError(f"unknown mesh axis {sorted(unknown)[0]!r}; the axes are {', '.join(AXES)}")
@@ -74,19 +74,19 @@ def mesh_sizes(sizes: Mapping[str, int], num_devices: int) -> tuple[int, ...]:
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """Build a mesh over `devices` (default: all) with the axes data, fsdp, expert, tensor.
+    """Build a mesh over `devices` (default: all).
 
-    On several TPU slices, `data` spans the slices and all other axes stay within one, so that only gradients and the
-    sampler's weights cross the data-center network between slices.
+    On several TPU slices `data` spans the slices, so only gradients and the sampler's weights cross the data-center
+    network.
 
     Raises:
-      UserError: as `mesh_sizes`, or `data` is not a multiple of the number of slices.
+      UserError: see `mesh_sizes`, or `data` is not a multiple of the number of slices.
     """
     devices = jax.devices() if devices is None else devices
     shape, axis_types = mesh_sizes(sizes, len(devices)), (AxisType.Auto,) * len(AXES)
-    # Backends other than TPU report every host as a slice of its own, without slow links between them.
+    # Other backends report every host as a slice.
     slices = len({getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"})
-    # Split physical axes are needed: an axis of 8 on 4x4x4 takes one side and half of another.
+    # An axis of 8 on 4x4x4 takes one side and half of another.
     if slices < 2:
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     else:
@@ -97,17 +97,17 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
 
 
 def reshaped(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
-    """Return a mesh of the same devices in the same order with other axis sizes; see `mesh_sizes`."""
+    """Return a mesh of the same devices, in order, with other axis sizes. See `mesh_sizes`."""
     return Mesh(mesh.devices.reshape(mesh_sizes(sizes, mesh.size)), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def batch_shards(sizes: Mapping[str, int]) -> int:
-    """Return the number of shards of a batch's rows, for resolved axis sizes (such as `mesh.shape`)."""
+    """Return the number of batch shards for resolved axis sizes."""
     return math.prod(sizes[axis] for axis in BATCH_AXES)
 
 
 def check_divides(what: str, size: int, by: str, parts: int) -> None:
-    """Raise a UserError with the nearest sizes unless `parts` (made up of `by`) divides `size`."""
+    """Raise UserError with the nearest sizes unless `parts` divides `size`. `by` describes `parts`."""
     if size % parts:
         below, above = size - size % parts, size + parts - size % parts
         near = f"{below} or {above}" if below else f"{above}"
@@ -115,24 +115,23 @@ def check_divides(what: str, size: int, by: str, parts: int) -> None:
 
 
 def spec(axes: Sequence[str | None], rules: Rules) -> PartitionSpec:
-    """Return the PartitionSpec of an array whose dimensions have these logical axes (None: replicated)."""
+    """Return the PartitionSpec of logical axes (None: replicated)."""
     return PartitionSpec(*(rules[axis] or None if axis is not None else None for axis in axes))
 
 
 def expert_axes(num_experts: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the mesh axes that shard the trainer's experts, including `fsdp` if each shard then has whole experts.
+    """Return the mesh axes of the trainer's experts, with `fsdp` if each shard then has whole experts.
 
-    Whole experts are all-gathered as they lie in memory, whereas slices of every expert would need a relayout in each
-    layer. With too few experts, their kernels are sharded over `fsdp` like all other matrices.
+    Whole experts are all-gathered as they lie in memory. Slices of every expert would need a relayout per layer.
     """
     whole = num_experts % (sizes["expert"] * sizes["fsdp"]) == 0
     return ("expert", "fsdp") if whole else ("expert",)
 
 
 def spread_dimension(variable: nnx.Variable, rules: Rules, sizes: Mapping[str, int]) -> int | None:
-    """The dimension of a parameter that is sharded over `expert` first and then as the rules say; None if none is.
+    """Return the parameter dimension sharded over `expert` first, or None.
 
-    It is the one that the parameter was declared to `spread`, if the mesh axes divide it.
+    It is the one declared to `spread`, if the mesh axes divide it.
     """
     dimension, size = variable.get_metadata("spread", None) or (None, 0)
     if dimension is None or sizes["expert"] == 1:
@@ -142,9 +141,9 @@ def spread_dimension(variable: nnx.Variable, rules: Rules, sizes: Mapping[str, i
 
 
 def param_specs(params: Tree, rules: Rules, sizes: Mapping[str, int]) -> Tree:
-    """Return the same tree with each parameter's PartitionSpec, from the logical axes it was declared with.
+    """Return each parameter's PartitionSpec from its logical axes.
 
-    `sizes` are the sizes of the mesh axes; see `expert_axes` and `spread_dimension`.
+    See `expert_axes` and `spread_dimension`.
     """
 
     def one(variable: nnx.Variable) -> nnx.Variable:
@@ -163,12 +162,12 @@ def param_specs(params: Tree, rules: Rules, sizes: Mapping[str, int]) -> Tree:
 
 
 def param_shardings(params: Tree, mesh: Mesh, rules: Rules = TRAINER) -> Tree:
-    """Return the same tree (of arrays or shapes) with each parameter's NamedSharding, for `jit` and `device_put`."""
+    """Return each parameter's NamedSharding, from arrays or shapes."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), param_specs(params, rules, mesh.shape))
 
 
 def rows_sharding(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of rows over the batch axes, with all other dimensions unsharded."""
+    """Return the sharding of rows over the batch axes."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
@@ -178,46 +177,46 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def has_mesh() -> bool:
-    """Return whether a mesh of several devices is in scope (`jax.set_mesh`).
+    """Return True if a mesh of several devices is in scope.
 
-    A single device is treated like no mesh: XLA's CPU backend would copy what a collective over one device returns.
+    One device counts as none, because XLA's CPU backend would copy the result of a collective.
     """
     return jax.sharding.get_abstract_mesh().size > 1
 
 
 def manual_axes() -> frozenset[str]:
-    """Return the manual axes (`jax.shard_map`) of the mesh in scope."""
+    """Return the mesh's manual axes (`jax.shard_map`)."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return frozenset(name for name, kind in kinds if kind == AxisType.Manual)
 
 
-def any_shard(here: Bool[Array, ""]) -> Bool[Array, ""]:
-    """True on every batch shard if `here` is true on any."""
-    axes = tuple(axis for axis in BATCH_AXES if axis in manual_axes())
+def any_shard(here: Bool[Array, ""], axes: Sequence[str] = BATCH_AXES) -> Bool[Array, ""]:
+    """Return True on every shard along `axes` if `here` is true on any."""
+    axes = tuple(axis for axis in axes if axis in manual_axes())
     return jax.lax.pmax(here.astype(jnp.int32), axes) > 0 if axes else here
 
 
 def axes_by_dimension(spec: PartitionSpec) -> list[tuple[str, ...]]:
-    """Return the mesh axes over which a spec shards each dimension that it names."""
+    """Return the mesh axes of each dimension that a spec names."""
     return [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec]
 
 
 def without_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """Return a spec with these mesh axes removed."""
+    """Return a spec without these mesh axes."""
     return PartitionSpec(
         *(tuple(axis for axis in part if axis not in axes) or None for part in axes_by_dimension(spec))
     )
 
 
 def varying(x: jax.Array, *axes: str) -> jax.Array:
-    """Mark x as varying over these manual axes, unless it already is."""
+    """Mark x as varying over manual axes, unless it already is."""
     new = tuple(axis for axis in axes if axis not in jax.typeof(x).manual_axis_type.varying)
     return jax.lax.pcast(x, new, to="varying") if new else x
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Constrains x's sharding by logical axes, over the non-manual mesh axes; the identity without a mesh in scope."""
+    """Constrain x's sharding by logical axes, except over manual mesh axes. The identity without a mesh."""
     if not has_mesh():
         return x
     return jax.lax.with_sharding_constraint(x, without_axes(spec(axes, TRAINER), manual_axes()))

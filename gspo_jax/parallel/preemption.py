@@ -1,8 +1,7 @@
-"""Preemption: notices a signal while it arrives, and agrees with the other processes of the run on where to stop.
+"""Preemption: notice a signal, and agree with other processes on where to stop.
 
-SIGTERM, Ctrl-C and the end of a terminal all ask for the same (signals.py). A process on its own handles them itself.
-Several use jax's preemption service, which tells all of them of a SIGTERM to any one, and picks the poll at which all
-stop: the first that none of them has reached yet.
+SIGTERM, Ctrl-C and a closing terminal all ask for a stop (signals.py). Several processes use jax's preemption service:
+it tells all of a SIGTERM to any, and stops them at the first poll that none has reached.
 """
 
 import contextlib
@@ -14,53 +13,50 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-from jax._src import distributed  # the service is started, and its notice read, by no public function
+from jax._src import distributed  # no public API starts the service or reads its notice
 from jax.experimental import multihost_utils
 
 from gspo_jax import signals
 
 _NOTICE = "RECEIVED_PREEMPTION_NOTICE"
-"""Key under which jax's preemption service tells all processes that one of them got the signal."""
+"""Key that jax's preemption service sets on a signal."""
 _LOOK_S = 0.5
 
 
 class Preemption:
-    """Notices a signal in any process of the run; `agreed` says where all processes stop."""
+    """Notice of a signal in any process of the run."""
 
     def __init__(self, on_notice: Callable[[], None], on_press: Callable[[int], None]):
-        """Both are called from threads of their own, within about a second of the signal.
+        """Store callbacks, called from their own threads within about a second of the signal.
 
         Args:
           on_notice: called once.
-          on_press: called with the number of presses, for the second of Ctrl-C in this process and later ones.
+          on_press: called with the number of presses, from the second Ctrl-C in this process on.
         """
         self._on_notice, self._on_press = on_notice, on_press
         self._noticed, self._lock = threading.Event(), threading.Lock()
         self._polls = 0
         self.signal = signal.SIGTERM
-        """What the stop is put down to: the first signal that is no SIGTERM, which a launcher sends beside the others.
-
-        Linux delivers the SIGTERM first if both wait, whichever was sent first. SIGTERM if there is no other.
-        """
+        """First signal other than SIGTERM, else SIGTERM. Launchers add a SIGTERM, which Linux delivers first."""
 
     @property
     def alone(self) -> bool:
-        """Whether this process is the whole run."""
+        """True if this process is the whole run."""
         return distributed.global_state.client is None
 
     def agreed(self) -> bool:
-        """Whether all processes stop here; each has to ask at the same points of the program."""
+        """Return True if all processes stop here. Each must ask at the same points of the program."""
         if self.alone:
             return self._noticed.is_set()
         self._polls += 1
         if not multihost_utils.reached_preemption_sync_point(self._polls):
             return False
-        self._notice()  # the thread that waits for it may be late
+        self._notice()  # the waiting thread may be late
         return True
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Notice the signals inside the block instead of dying of them; enter it in the main thread."""
+        """Notice signals inside the block instead of dying. Enter it in the main thread."""
         with signals.heard(self._hear_alone) if self.alone else self._listen_together():
             yield
 
@@ -77,7 +73,7 @@ class Preemption:
     @contextmanager
     def _listen_together(self) -> Iterator[None]:
         jax.config.update("jax_enable_preemption_service", True)
-        distributed.global_state.initialize_preemption_sync_manager()  # which handles SIGTERM until the process ends
+        distributed.global_state.initialize_preemption_sync_manager()  # handles SIGTERM until the process ends
         client: Any = distributed.global_state.client
         over = threading.Event()
 
@@ -91,7 +87,7 @@ class Preemption:
 
         def look() -> None:
             while not over.wait(_LOOK_S):
-                with contextlib.suppress(jax.errors.JaxRuntimeError):  # there is no notice, or no answer
+                with contextlib.suppress(jax.errors.JaxRuntimeError):  # no notice, or no answer
                     client.key_value_try_get(_NOTICE)
                     self._notice()
                     return

@@ -1,8 +1,7 @@
-"""Multi-process runs: how the processes find each other, which of them prints, and how they exit when one is lost.
+"""Multi-process runs: how processes find each other, which one prints, and how they exit if one is lost.
 
-Every process runs the same program. JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and
-JAX_PROCESS_ID, all three together, tell them of each other; without them jax detects SLURM, and on TPU machines Cloud
-TPU and GKE. If nothing is detected, or a single process, the process runs on its own and opens no connection.
+JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID, all three together, describe the
+run. Without them jax detects SLURM and, on TPU machines, Cloud TPU and GKE. A lone process opens no connection.
 """
 
 import ctypes
@@ -30,28 +29,27 @@ from gspo_jax import exits, limited, signals
 from gspo_jax.errors import UserError
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-"""Environment variables that tell a process of the others."""
 PARENT = "GSPO_JAX_PARENT"
-"""Environment variable in which a launcher tells the processes that it starts its own process id: they end with it."""
+"""Environment variable with a launcher's process id. Its processes end with the launcher."""
 _TPU_CLUSTERS, _CLUSTERS = ("gcetpu", "gketpu"), ("slurm",)
-"""jax's names of the clusters to detect. Detecting the TPU ones queries the network, on TPU machines only."""
+"""jax's cluster names. Detecting the TPU ones queries the network, on TPU machines only."""
 
 _DEATH_SIGNAL = 1
-"""PR_SET_PDEATHSIG of Linux's prctl: the signal that the kernel sends to a process when its parent dies."""
+"""PR_SET_PDEATHSIG of Linux's prctl."""
 _LOOK_S = 0.5
 _RESTART = "start the run again with the same command: it resumes from its newest checkpoint"
-_MEETING_MS = 24 * 3600 * 1000  # the watchdog and the heartbeats are faster
-_NOTICED_BY = ("Gloo", "CoordinationService")  # stand in an error where another process is lost
+_MEETING_MS = 24 * 3600 * 1000  # the watchdog and heartbeats are faster
+_NOTICED_BY = ("Gloo", "CoordinationService")  # in errors that mean a lost process
 _checks = itertools.count()  # calls of `check_first`
-_waits: list[float] = []  # seconds of the calls of `meet` since `waited_s`
-_callbacks: list[Any] = []  # keeps handlers alive that the C library may call at any time
+_waits: list[float] = []  # seconds per `meet` since `waited_s`
+_callbacks: list[Any] = []  # keeps the C library's handlers alive
 
 
 def start(*, heartbeat_s: int = 30, start_s: int = 300) -> int:
-    """Connect the processes of the run and return their number; call it before any device is used.
+    """Connect the run's processes and return their number. Call it before using any device.
 
-    From then on only process 0 prints to stdout. A process exits with code `exits.LOST` and a one-line message if the
-    others do not join within `start_s` seconds, and later once another one has been silent for `heartbeat_s` seconds.
+    Afterwards only process 0 prints to stdout. A process exits with `exits.LOST` and a message if the others do not
+    join within `start_s` seconds, or if one is later silent for `heartbeat_s` seconds.
 
     Raises:
       UserError: the environment variables are incomplete or invalid.
@@ -65,7 +63,7 @@ def start(*, heartbeat_s: int = 30, start_s: int = 300) -> int:
     )
     deadline.daemon = True
     deadline.start()
-    # jax calls abort() when another process is lost, and offers no Python callback instead.
+    # jax calls abort() when a process is lost, without a callback.
     _on_abort(f"jax ended this process, as it does {heartbeat_s} s after another one is lost (see its message above)")
     jax.config.update("jax_enable_preemption_service", False)  # preemption.py starts it, for a run that can be saved
     jax.distributed.initialize(heartbeat_timeout_seconds=heartbeat_s, initialization_timeout=start_s, **found)
@@ -76,9 +74,9 @@ def start(*, heartbeat_s: int = 30, start_s: int = 300) -> int:
 
 
 def end_with_parent() -> None:
-    """Have this process killed as soon as its launcher ends, if the environment variable `PARENT` names one.
+    """Have SIGKILL end this process with its launcher, if `PARENT` names one.
 
-    The signal is SIGKILL, which ends a hung process too. Processes that this one starts do not inherit the variable.
+    Child processes do not inherit the variable.
     """
     told = os.environ.pop(PARENT, "")
     if not told:
@@ -98,9 +96,9 @@ def _watch_parent(told: str) -> None:
 
 
 def check_first(check: Callable[[], None]) -> None:
-    """Call `check` in process 0 only, and raise the UserError that it raises in all processes; no device is touched.
+    """Call `check` in process 0 only, and raise its UserError in all, without touching a device.
 
-    All processes of a run have to make the same calls, and wait for each for as long as it takes.
+    All processes must make the same calls.
     """
     client: Any = distributed.global_state.client
     if client is None:
@@ -117,7 +115,7 @@ def check_first(check: Callable[[], None]) -> None:
         check()
     except UserError as error:
         client.key_value_set(key, str(error))
-        time.sleep(2 * _LOOK_S)  # this process serves the key, so the others read it before it exits
+        time.sleep(2 * _LOOK_S)  # the others read the key from this process before it exits
         raise
     client.key_value_set(key, "")
 
@@ -132,25 +130,25 @@ def _try_get(client: Any, key: str) -> str | None:
 
 
 def number() -> int:
-    """Return the index of this process; unlike `jax.process_index`, without touching a device."""
+    """Return this process's index, unlike `jax.process_index` without touching a device."""
     return distributed.global_state.process_id
 
 
 def count() -> int:
-    """Return the number of processes; unlike `jax.process_count`, without touching a device."""
+    """Return the number of processes, unlike `jax.process_count` without touching a device."""
     return distributed.global_state.num_processes
 
 
 def is_first() -> bool:
-    """Return whether this is process 0, which writes what a run writes only once."""
+    """Return True in process 0."""
     return jax.process_index() == 0
 
 
 def connect(mesh: Mesh) -> None:
-    """Run a collective over every group of mesh axes now, so that gloo connects all device groups; CPU only.
+    """Connect gloo's device groups, by a collective over every group of mesh axes. CPU only.
 
-    Gloo fails if a process is 30 s late to the first collective of a group, which would otherwise come after a
-    compilation. It also logs each connection to stdout, which is silenced here.
+    Gloo fails if a process is 30 s late to a group's first collective, such as after a compilation. It also logs
+    connections to stdout, silenced here.
     """
     if jax.process_count() == 1 or jax.default_backend() != "cpu":
         return
@@ -168,9 +166,7 @@ def connect(mesh: Mesh) -> None:
 
     @jax.jit
     def meet(spread: list[jax.Array]) -> list[jax.Array]:
-        """Sum sharded arrays, since each order of axes forms its own group while `psum` uses the mesh's order, and
-        add `psum`s, since summing an array sharded over an axis of size 1 emits no collective.
-        """
+        """Sum over every order of axes, and `psum` over axes of size 1, where a sum emits no collective."""
         return [x.sum() for x in spread] + along_each(spread[-1])
 
     with _silence_stdout():
@@ -179,7 +175,7 @@ def connect(mesh: Mesh) -> None:
 
 @contextmanager
 def _silence_stdout() -> Iterator[None]:
-    """Silence stdout inside the block, for C++ libraries too."""
+    """Silence stdout, for C++ libraries too."""
     sys.stdout.flush()
     saved = os.dup(1)
     with open(os.devnull, "w") as nowhere:
@@ -192,12 +188,12 @@ def _silence_stdout() -> Iterator[None]:
 
 
 def cores() -> int:
-    """Return the number of CPU cores available to this process."""
+    """Return the CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def own_cores() -> int:
-    """Return this process's share, at least 1, of the cores of its host; all processes have to call it."""
+    """Return this process's share, at least 1, of its host's cores. All processes must call it."""
     client: Any = distributed.global_state.client
     if client is None:
         return cores()
@@ -208,7 +204,7 @@ def own_cores() -> int:
 
 
 def _boot() -> str:
-    """Return an id that tells this host from others with its name; "" where the system gives none."""
+    """Return an id that tells hosts of one name apart."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -216,12 +212,12 @@ def _boot() -> str:
 
 
 def wait_for_all(name: str) -> None:
-    """Block until all processes have reached the barrier `name`."""
+    """Block until all processes reach the barrier `name`."""
     multihost_utils.sync_global_devices(name)
 
 
 def meet() -> None:
-    """Block until all processes are here, without a device, and add the time to `waited_s`; alone, do nothing."""
+    """Block until all processes are here, without a device. Alone, do nothing."""
     client: Any = distributed.global_state.client
     if client is None:
         return
@@ -234,7 +230,7 @@ def meet() -> None:
 
 
 def waited_s() -> float:
-    """Return the seconds that this process has waited for others to `meet` since the last call."""
+    """Return the seconds waited in `meet` since the last call."""
     total = sum(_waits)
     _waits.clear()
     return total
@@ -242,7 +238,7 @@ def waited_s() -> float:
 
 @contextmanager
 def guarded(count: int) -> Iterator[None]:
-    """Exit immediately if the block fails and there are several processes: a normal exit would wait for the others."""
+    """Exit at once if the block fails among several processes. A normal exit would wait for the others."""
     try:
         yield
     except BaseException as error:
@@ -259,10 +255,10 @@ def guarded(count: int) -> Iterator[None]:
 
 
 def _lost(error: BaseException | None) -> BaseException | None:
-    """Return the error, of those that led to this one, by which a library noticed that another process is lost.
+    """Return the error by which a library noticed a lost process, or None.
 
-    Gloo's may have caused others on the way out, as when an unfinished checkpoint is closed. The coordination service
-    fails the barriers of libraries, such as Orbax's while it saves, where a heartbeat stays out.
+    Others may follow on the way out, such as from closing an unfinished checkpoint. The coordination service fails
+    barriers, such as Orbax's in a save.
     """
     while error is not None:
         if isinstance(error, jax.errors.JaxRuntimeError) and any(name in str(error) for name in _NOTICED_BY):
@@ -272,7 +268,7 @@ def _lost(error: BaseException | None) -> BaseException | None:
 
 
 def find() -> dict[str, Any]:
-    """Return the arguments for `jax.distributed.initialize`; empty for a process on its own.
+    """Return arguments for `jax.distributed.initialize`, empty for a lone process.
 
     Raises:
       UserError: the environment variables are incomplete or invalid.
@@ -294,7 +290,6 @@ def find() -> dict[str, Any]:
 
 
 def _detect_cluster() -> dict[str, Any]:
-    """Like `find`, using jax's own cluster detection."""
     known = {cluster.name: cluster for cluster in clusters.ClusterEnv._cluster_types}
     for name in _CLUSTERS if jax.config.jax_platforms == "cpu" else _TPU_CLUSTERS + _CLUSTERS:
         if known[name].is_env_present() and known[name].get_process_count() > 1:
@@ -303,14 +298,14 @@ def _detect_cluster() -> dict[str, Any]:
 
 
 def _exit_lost(why: str) -> None:
-    """Exit the process with code `exits.LOST` and a one-line message; safe in threads that Python did not create."""
+    """Exit with `exits.LOST` and a message. Safe in threads that Python did not create."""
     with suppress(OSError):  # the terminal may be closed
         os.write(2, f"\nerror: {why}; {_RESTART}\n".encode())
     exits.leave(exits.LOST)
 
 
 def _on_abort(why: str) -> None:
-    """Make the C library's abort() exit the process through `_exit_lost`."""
+    """Make the C library's abort() exit through `_exit_lost`."""
     handler: Callable[[int], None] = lambda _: _exit_lost(why)  # noqa: E731
     call = ctypes.CFUNCTYPE(None, ctypes.c_int)(handler)
     _callbacks.append(call)

@@ -1,9 +1,7 @@
-"""Matrices that every token passes, sharded over the mesh axis `expert` too, as those of a frozen base are.
+"""Matrices that every token passes, also sharded over the mesh axis `expert`, such as a frozen base.
 
-A matrix is sharded along its last dimension, its columns; the embedding along the vocabulary. Rows of tokens are
-sharded over the same axis. Where it is left to the compiler, in training, a layer's weights are gathered to compute
-with them. Where it is manual, in the sampler, what is smaller moves: in a decode step that is the tokens, which visit
-every shard's columns. Embedding and head look up and unembed in the same way.
+They are sharded by columns, the embedding by vocabulary. In training the compiler gathers a layer's weights. In the
+sampler the axis is manual and the smaller side moves: in a decode step tokens visit every shard's columns.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +18,7 @@ from gspo_jax.parallel.mesh import BATCH_AXES, SAMPLER, TRAINER, has_mesh, manua
 
 
 def is_spread(variable: nnx.Variable) -> bool:
-    """True if the mesh in scope shards a parameter over `expert` in this way."""
+    """Return True if a parameter is sharded over `expert` this way."""
     if not has_mesh():
         return False
     rules = SAMPLER if _is_manual() else TRAINER
@@ -28,11 +26,11 @@ def is_spread(variable: nnx.Variable) -> bool:
 
 
 def products(matrices: Sequence[Any], columns: Sequence[str], x: Float[Array, "b T D"]) -> list[Float[Array, "b T _"]]:
-    """matrix(x) of every matrix, with all of its columns.
+    """Return all columns of matrix(x), for every matrix.
 
     Args:
-      matrices: functions of rows that are also trees of arrays, the last dimension of which is sharded.
-      columns: that dimension's logical axis, for each of the matrices.
+      matrices: functions of rows that are also trees of arrays, sharded along the last dimension.
+      columns: its logical axis, per matrix.
       x: this shard's rows where `expert` is manual, else all rows.
     """
     if not _is_manual():
@@ -47,18 +45,18 @@ def products(matrices: Sequence[Any], columns: Sequence[str], x: Float[Array, "b
 
 
 def logits(run: Callable[[Array], Array], x: Float[Array, "b T D"]) -> Float[Array, "b T V"]:
-    """run(x), which unembeds with this shard's part of the vocabulary, for all of it; `expert` is manual."""
+    """Return all logits. `run` unembeds with this shard's vocabulary, and `expert` is manual."""
     return _visited(lambda rows: [run(rows)], x)[0]
 
 
 def lookup(table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """table[tokens]; where `expert` is manual, of this shard's part of the table and its own tokens."""
+    """Return table[tokens]. Where `expert` is manual, both are this shard's parts."""
 
     def own(table: Array, tokens: Array) -> Array:
         at = jax.lax.all_gather(tokens, "expert", axis=0, tiled=True) - jax.lax.axis_index("expert") * len(table)
         here = (at >= 0) & (at < len(table))
         found = jnp.where(here[..., None], table.at[at].get(mode="clip"), 0)
-        # All but one shard send zeros. XLA aborts on a reduce-scatter of bfloat16 on CPU where it manages `tensor`.
+        # All but one shard send zeros. XLA on CPU aborts on a bfloat16 reduce-scatter where it manages `tensor`.
         return _returned(found).sum(axis=0)
 
     if _is_manual():
@@ -73,13 +71,13 @@ def _is_manual() -> bool:
 
 
 def _gathered(w: Array, axis: str) -> Array:
-    """w with its last dimension as the trainer's layout has it without `expert`; the compiler decides on the others."""
+    """Gather w's last dimension over `expert`. The compiler decides on the others."""
     free = (PartitionSpec.UNCONSTRAINED,) * (w.ndim - 1)
     return jax.lax.with_sharding_constraint(w, PartitionSpec(*free, *spec((axis,), TRAINER)))
 
 
 def _visited(run: Callable[[Array], list[Array]], x: Float[Array, "b T D"]) -> list[Float[Array, "b T _"]]:
-    """The columns that `run` gives for x on all shards of `expert`: rows are gathered, and their results returned."""
+    """Return all columns of `run` for x: gather rows, run, return results."""
     parts = run(jax.lax.all_gather(x, "expert", axis=0, tiled=True))
     ends = np.cumsum([part.shape[-1] for part in parts])
     back = _returned(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1))
@@ -88,7 +86,7 @@ def _visited(run: Callable[[Array], list[Array]], x: Float[Array, "b T D"]) -> l
 
 
 def _returned(rows: Float[Array, "n T _"]) -> Float[Array, "E b T _"]:
-    """This shard's rows as each shard of `expert` has them, n = E · b being all shards' rows in order."""
+    """Return this shard's rows from each shard of `expert`, n = E · b."""
     shards = jax.lax.axis_size("expert")
     back = jax.lax.all_to_all(rows, "expert", split_axis=0, concat_axis=0, tiled=True)
     return back.reshape(shards, -1, *rows.shape[1:])

@@ -1,1 +1,1 @@
-"""Ahead-of-time plans of a run's programs: abstract arguments, memory, costs, and their display."""
+"""Ahead-of-time plans of a run's programs: arguments, memory, costs and display."""

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation for hardware that is not attached, with a cache of HLO texts and memory use."""
+"""Ahead-of-time compilation for absent hardware, with a cache of its results."""
 
 import dataclasses
 import gzip
@@ -17,42 +17,38 @@ import jax
 
 
 @dataclasses.dataclass(frozen=True)
-class Buffer:
-    """Buffer that is live at peak memory."""
+class LiveBuffer:
+    """Buffer live at peak memory."""
 
     name: str
-    """Name of the operation that produces it."""
+    """Producing operation."""
     element: int | None
-    """Index into the operation's tuple of results; None if it has a single result."""
+    """Index into its result tuple, if it has several results."""
     bytes: int
-    """Size in bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """Result of compiling a program, for one device."""
+    """Compilation result, for one device."""
 
     text: str
-    """Optimized HLO; if the program does not fit, as dumped before buffer assignment."""
+    """Optimized HLO. If the program does not fit, the dump before buffer assignment."""
     peak_bytes: int
-    """Peak memory in bytes; if the program does not fit, the bytes that it needs."""
+    """Peak memory. If the program does not fit, the memory it needs."""
     host_bytes: int
-    """Host memory in bytes."""
     fits: bool
-    """True if the program fits the device's memory."""
-    live: tuple[Buffer, ...]
-    """Buffers live at the peak, largest first; empty if the compiler does not report them."""
+    live: tuple[LiveBuffer, ...]
+    """Live at the peak, largest first. Empty if the compiler reports none."""
     complaint: str
-    """Compiler's out-of-memory message; empty if the program fits."""
+    """Out-of-memory message. Empty if the program fits."""
     seconds: float
-    """Seconds that the original compilation took."""
+    """Duration of the original compilation."""
 
 
 def compile_ahead(lowered: jax.stages.Lowered, *, key: str, cache: Path) -> Compiled:
-    """Compile a program, or return the cached result of compiling it before.
+    """Compile a program, or return its cached result.
 
-    Cache entries are named by a digest of the lowered text and of `key`, which identifies target and compiler; a
-    damaged one is compiled again.
+    `key` identifies target and compiler. A damaged cache entry is recompiled.
     """
     digest = hashlib.sha256(f"{key}\n{lowered.as_text()}".encode()).hexdigest()[:32]
     file = cache / f"{digest}.json.gz"
@@ -69,12 +65,12 @@ def compile_ahead(lowered: jax.stages.Lowered, *, key: str, cache: Path) -> Comp
 
 
 def _read(file: Path, digest: str) -> Compiled | None:
-    """The cached result of this digest; None if there is none, or if it is damaged, by gzip's checksum."""
+    """Return the cached result, or None if it is missing or damaged."""
     try:
         found = json.loads(gzip.decompress(file.read_bytes()))
         if found.pop("digest") != digest:
             return None
-        live = tuple(Buffer(**buffer) for buffer in found.pop("live"))
+        live = tuple(LiveBuffer(**buffer) for buffer in found.pop("live"))
         return Compiled(live=live, **found)
     except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, AttributeError):
         return None
@@ -103,25 +99,23 @@ def _compile(lowered: jax.stages.Lowered) -> Compiled:
 
 
 def _largest_dump(folder: str, pattern: str) -> str:
-    """Text of the largest matching file, which is the program's own and not a helper's; empty without a match."""
+    """Return the largest matching file: the program's own, not a helper's."""
     files = sorted(Path(folder).glob(pattern), key=lambda path: path.stat().st_size)
     return files[-1].read_text() if files else ""
 
 
-def _live_buffers(report: str) -> tuple[Buffer, ...]:
-    """Parse the buffers at the peak from the compiler's live-range report, largest first."""
+def _live_buffers(report: str) -> tuple[LiveBuffer, ...]:
     _, _, peak = report.partition("(peak):\n")
     found = []
     for line in peak.splitlines():
         match = re.match(r"\s+([\w.\-~]+)\{([\d,]*)\}: (\d+) bytes \(cumulative", line)
         if not match:
             break
-        found.append(Buffer(match[1], int(match[2].split(",")[0]) if match[2] else None, int(match[3])))
+        found.append(LiveBuffer(match[1], int(match[2].split(",")[0]) if match[2] else None, int(match[3])))
     return tuple(sorted(found, key=lambda buffer: -buffer.bytes))
 
 
-def _required_bytes(complaint: str, live: tuple[Buffer, ...]) -> int:
-    """Bytes needed by a program that did not fit: the larger of the compiler's figure and the sum of live buffers."""
+def _required_bytes(complaint: str, live: tuple[LiveBuffer, ...]) -> int:
     units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     match = re.search(r"total memory required[^\d]*([\d.]+)\s*([KMGT])", complaint)
     return max(int(float(match[1]) * units[match[2]]) if match else 0, sum(buffer.bytes for buffer in live))

@@ -1,7 +1,6 @@
-"""Measurement of `rates.Rates` on the attached devices: matmuls, main memory, latencies, links.
+"""Measurement of `rates.Rates` on the attached devices.
 
-An operation is timed inside a loop on the device, as the difference between a long and a short loop: the time to start
-a program and to fetch its result cancels out.
+All but matmuls are timed as the difference between a long and a short device loop, which cancels start and fetch times.
 """
 
 import statistics
@@ -19,19 +18,19 @@ from gspo_jax.planning.rates import Rates, assumed
 from gspo_jax.planning.topology import CHIPS, KINDS
 
 SIDES = {"cpu": (512, 1024, 2048), "accelerator": (2048, 4096, 8192)}
-"""Sides of the square matrices that the matmul speed is measured with, by kind of device."""
+"""Sides of the square matrices."""
 MATMUL_S = 0.3
-"""Seconds spent on multiplying matrices of each size."""
+"""Seconds per matrix size."""
 LOOP_S = 0.2
-"""Least seconds of the long loop."""
+"""Minimum of the long loop."""
 LARGE = {"cpu": 2**24, "accelerator": 2**28}
-"""Elements of the float32 array that main memory is measured with, by kind of device: more than stays on the chip."""
+"""float32 elements for main memory. More than fits on chip."""
 SENT = {"cpu": 2**18, "accelerator": 2**24}
-"""Elements of the float32 array that each device sends to measure the links."""
+"""float32 elements that each device sends."""
 SMALL = (8, 128)
-"""Shape of an array that is too small to take more than the latency."""
+"""Array shape that takes only the latency."""
 UNROLLED = 16
-"""Small operations in one turn of a loop."""
+"""Small operations per loop turn."""
 
 
 def kind_of(device: Any) -> str:
@@ -40,7 +39,7 @@ def kind_of(device: Any) -> str:
 
 
 def matmul_flops_per_s(mesh: Mesh, dtype: str) -> float:
-    """Measure the matmul FLOP/s of all devices together: the best time of each size, the median over sizes."""
+    """Measure matmul FLOP/s of all devices together: best time per size, median over sizes."""
     count, rates = mesh.devices.size, []
     multiply = jax.jit(jnp.matmul)
     spread = NamedSharding(mesh, PartitionSpec(mesh_lib.AXES))
@@ -58,7 +57,7 @@ def matmul_flops_per_s(mesh: Mesh, dtype: str) -> float:
 
 
 def per_turn(turn: Callable[[Any, Any], Any], x: Any) -> float:
-    """Return the seconds of `x = turn(i, x)` in a loop on the device."""
+    """Return the seconds per turn of `x = turn(i, x)` in a device loop."""
 
     @jax.jit
     def loop(turns: Any, x: Any) -> Any:
@@ -80,15 +79,15 @@ def per_turn(turn: Callable[[Any, Any], Any], x: Any) -> float:
 
 
 def bandwidth(device: Any) -> float:
-    """Measure bytes per second to and from one device's main memory."""
+    """Measure a device's main-memory bytes per second."""
     x = jax.device_put(jnp.zeros(LARGE[kind_of(device)], jnp.float32), device)
     return 2 * x.nbytes / per_turn(lambda _, x: x + 1, x)
 
 
 def operation_latency(device: Any) -> float:
-    """Measure the seconds of an operation that reads and writes a few rows of an array in main memory.
+    """Measure the seconds of a tiny operation in main memory.
 
-    The operations of a turn depend on each other, and a barrier keeps the compiler from fusing them.
+    The operations of a turn depend on each other. A barrier prevents fusion.
     """
     rows = LARGE[kind_of(device)] // SMALL[1] // SMALL[0]
     x = jax.device_put(jnp.zeros((rows, *SMALL), jnp.float32), device)
@@ -104,7 +103,7 @@ def operation_latency(device: Any) -> float:
 
 
 def _on_each(mesh: Mesh, body: Callable[[Any, Any], Any], elements: tuple[int, ...]) -> float:
-    """Return the seconds of `x = body(turn, x)` on every device's own x, of the shape [1, *elements]."""
+    """Return the seconds per turn of `x = body(turn, x)` on each device's x [1, *elements]."""
     spec = PartitionSpec(mesh_lib.AXES)
     spread = NamedSharding(mesh, spec)
     x = jax.device_put(jnp.ones((mesh.devices.size, *elements), jnp.float32), spread)
@@ -113,7 +112,7 @@ def _on_each(mesh: Mesh, body: Callable[[Any, Any], Any], elements: tuple[int, .
 
 
 def collective_latency(mesh: Mesh) -> float:
-    """Measure the seconds of a sum of small arrays over all devices."""
+    """Measure the seconds of a small all-reduce over all devices."""
 
     def body(_: Any, x: Any) -> Any:
         return jax.lax.pcast(jax.lax.psum(x, mesh_lib.AXES), mesh_lib.AXES, to="varying") / mesh.devices.size
@@ -122,27 +121,27 @@ def collective_latency(mesh: Mesh) -> float:
 
 
 def links(mesh: Mesh) -> float:
-    """Measure the bytes per second that a device sends while all gather a large array from all."""
+    """Measure the bytes per second that a device sends in a large all-gather."""
     elements = SENT[kind_of(mesh.devices.flat[0])]
 
     def body(turn: Any, x: Any) -> Any:
         whole = jax.lax.all_gather(x, mesh_lib.AXES, axis=0, tiled=True)
-        return jax.lax.dynamic_slice_in_dim(whole, turn % mesh.devices.size, 1)  # a part that no compiler foresees
+        return jax.lax.dynamic_slice_in_dim(whole, turn % mesh.devices.size, 1)  # not known ahead, so all is gathered
 
     return (mesh.devices.size - 1) * 4 * elements / _on_each(mesh, body, (elements,))
 
 
 def generation(device: Any) -> str:
-    """Return a device's generation, such as v5p; for a device that is not a known TPU, its kind."""
+    """Return a device's generation, such as v5p, or its kind if unknown."""
     kind: str = device.device_kind
     return KINDS.get(kind, kind)
 
 
 def measure(mesh: Mesh) -> Rates:
-    """Measure the attached devices; of a single one, which has no links, what is assumed of them is kept.
+    """Measure the attached devices. A single device keeps assumed link figures.
 
     Raises:
-      UserError: there is one device, and nothing is known of the links of its generation.
+      UserError: there is one device, without assumed figures.
     """
     device, count = mesh.devices.flat[0], mesh.devices.size
     kind, here = generation(device), f"measured on {count} x {device.device_kind}"

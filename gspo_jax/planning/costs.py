@@ -1,23 +1,22 @@
-"""Per-device costs of a compiled program: flops, memory traffic and collectives, with loop bodies times trip counts.
+"""Per-device costs of a compiled program.
 
-XLA's own `cost_analysis()` counts the body of a loop once. This module walks the compiled text from the entry down,
-through fusions, calls and loops, instead. Nothing is run; the counts follow the text:
+XLA's `cost_analysis()` counts a loop body once. This module walks the compiled text through fusions, calls and loops,
+and multiplies by trip counts. It counts:
 
-* flops of matmuls and convolutions, and of Pallas kernels that carry a cost estimate;
-* bytes that operations read from and write to main memory; of slices only the slice counts;
-* bytes that a device sends for collectives, assuming the usual ring algorithms;
-* the same as executed, where that is more: kernels compute whole blocks, small operations take a latency;
-* time in the order of the text, with asynchronous collectives overlapping other work (`Program.elapsed`).
+* flops of matmuls, convolutions, and Pallas kernels with a cost estimate
+* bytes to and from main memory, of slices only the slice
+* bytes a device sends in collectives, assuming ring algorithms
+* executed work: kernels compute whole blocks, small operations take a latency
+* elapsed time, with asynchronous collectives overlapping other work
 """
 
-import dataclasses
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
-from gspo_jax.planning.hlo import COLLECTIVES, SCALARS, Array, Module, Operation, Run, convolution_flops
+from gspo_jax.planning.cost_records import Cost, Costs, KernelCall, OpWork, Traffic
+from gspo_jax.planning.hlo import COLLECTIVES, SCALARS, Array, Called, Module, Operation, convolution_flops
 from gspo_jax.planning.rates import Rates
 
 _NO_TRAFFIC = {
@@ -25,135 +24,21 @@ _NO_TRAFFIC = {
     *("partition-id", "replica-id", "opt-barrier", "optimization-barrier", "domain"),
     "conditional",
 }
-"""Opcodes that cause no memory traffic themselves."""
+"""Opcodes without memory traffic of their own."""
 
 _CHAIN_START, _CHAIN_END = "async-collective-start", "async-collective-done"
-"""Name prefixes of the fusions that start and finish a collective done in many steps."""
+"""Name prefixes of fusions that start and finish a multi-step collective."""
 
 
-class Traffic(NamedTuple):
-    """Traffic of one collective."""
-
-    kind: str
-    """Opcode, such as all-gather."""
-    group: int
-    """Number of devices per replica group."""
-    bytes: float
-    """Bytes that one device sends."""
-    scope: str
-    """Scope in the source program (HLO's op_name)."""
+Kernels = Mapping[str, Callable[[KernelCall], OpWork]]
+"""Executed work by prefix of a kernel's name."""
 
 
-class Work(NamedTuple):
-    """Flops and bytes of one execution of an operation."""
-
-    flops: float
-    """Flops of matmuls."""
-    bytes: float
-    """Bytes to and from main memory."""
-
-
-class KernelCall(NamedTuple):
-    """Call of a Pallas kernel."""
-
-    name: str
-    """Name of the kernel, followed by the compiler's own number."""
-    operands: tuple[Array, ...]
-    """Types of the operands."""
-    results: tuple[Array, ...]
-    """Types of the results."""
-    declared: Work
-    """Work by the kernel's cost estimate; without one, no flops, and the bytes of operands and results."""
-
-
-Kernels = Mapping[str, Callable[[KernelCall], Work]]
-"""Functions that return the executed work of a call, by the beginning of the kernel's name."""
-
-
-class Cost(NamedTuple):
-    """Per-device cost of one operation."""
-
-    times: float
-    """Number of executions."""
-    flops: float
-    """Flops of one execution."""
-    bytes: float
-    """Bytes to and from main memory of one execution."""
-    host_bytes: float
-    """Bytes to and from host memory of one execution."""
-    operation: str
-    """Opcode and name."""
-    scope: str
-    """Scope in the source program (HLO's op_name)."""
-    executed: Work
-    """Work of one execution as it runs: what a kernel computes for nothing included."""
-    waits: str
-    """Latency of `Rates` that is an execution's least time: "operation" or "collective"; "" for none."""
-    cycles: float | None
-    """The compiler's own estimate of one execution, in cycles; None if it gives none."""
-
-    def seconds(self, rates: Rates) -> float:
-        """Seconds of one execution: the longest of compute, main memory and latency."""
-        least = {"operation": rates.operation, "collective": rates.collective, "": 0.0}[self.waits]
-        return max(self.executed.flops / rates.flops, self.executed.bytes / rates.bandwidth, least)
-
-
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """Costs of a program, or of one iteration of a loop in it."""
-
-    operations: tuple[Cost, ...]
-    """Operations that take time: those with flops, memory traffic or a latency."""
-    collectives: tuple[tuple[float, Traffic], ...]
-    """Pairs of execution count and collective."""
-    kernels: Mapping[str, float]
-    """Execution counts of Pallas kernels without a cost estimate, by name."""
-    unknown: tuple[str, ...]
-    """Loops of unknown trip count, which are counted as one iteration."""
-
-    @property
-    def flops(self) -> float:
-        """Flops of matmuls and Pallas kernels."""
-        return sum(c.times * c.flops for c in self.operations)
-
-    @property
-    def bytes(self) -> float:
-        """Bytes to and from main memory."""
-        return sum(c.times * c.bytes for c in self.operations)
-
-    @property
-    def sent(self) -> float:
-        """Bytes that one device sends in collectives."""
-        return sum(times * traffic.bytes for times, traffic in self.collectives)
-
-    def by_group(self) -> dict[tuple[str, int], tuple[float, float, str]]:
-        """Map (kind, group size) to count, bytes sent and top sending scope of its collectives; most bytes first."""
-        groups: dict[tuple[str, int], list[tuple[float, Traffic]]] = {}
-        for times, traffic in self.collectives:
-            groups.setdefault((traffic.kind, traffic.group), []).append((times, traffic))
-        found = {}
-        for key, members in groups.items():
-            by_scope: dict[str, float] = {}
-            for times, traffic in members:
-                by_scope[traffic.scope] = by_scope.get(traffic.scope, 0.0) + times * traffic.bytes
-            count = sum(times for times, _ in members)
-            found[key] = count, sum(by_scope.values()), max(by_scope, key=lambda scope: by_scope[scope])
-        return dict(sorted(found.items(), key=lambda item: -item[1][1]))
-
-    def seconds(self, rates: Rates) -> float:
-        """Roofline time Σ max(flops / peak, bytes / bandwidth) of the operations in sequence, excluding collectives."""
-        return sum(c.times * max(c.flops / rates.flops, c.bytes / rates.bandwidth) for c in self.operations)
-
-    def executed(self, rates: Rates) -> float:
-        """Time of the operations in sequence as they run, with latencies; of a collective without its transfer."""
-        return sum(c.times * c.seconds(rates) for c in self.operations)
-
-
-class Program(Module):
+class CostedProgram(Module):
     """Compiled program with a cost model.
 
-    `filled` maps name prefixes of kernels to the used fraction of the rows in their cost estimate, for kernels whose
-    buffers are sized for the worst case; `kernels` to the work that they execute, where it is not what they declare.
+    `filled` maps kernel name prefixes to the used fraction of declared rows, for buffers of worst-case size. `kernels`
+    maps them to executed work.
     """
 
     def __init__(self, text: str, *, filled: Mapping[str, float] | None = None, kernels: Kernels | None = None):
@@ -161,15 +46,14 @@ class Program(Module):
         self.filled, self.kernels = filled or {}, kernels or {}
 
     def costs(self) -> Costs:
-        """Return the costs of one run of the program."""
+        """Return the costs of one run."""
         return self._costs_of(self.entry, {})
 
     def loops(self) -> list[Costs]:
-        """Return the costs of one iteration of each outermost loop of unknown trip count, in the order of the text."""
+        """Return the costs of one iteration of each outermost loop of unknown trip count."""
         return [self._costs_of(turn.computation, turn.state) for turn in self._unknown(self.entry, {})]
 
-    def _unknown(self, computation: str, state: Mapping[int, int]) -> Iterator[Run]:
-        """Yield the outermost loops of unknown trip count."""
+    def _unknown(self, computation: str, state: Mapping[int, int]) -> Iterator[Called]:
         for operation in self.computations[computation].values():
             for run in self.runs(computation, operation, state):
                 if run.known:
@@ -183,17 +67,16 @@ class Program(Module):
         return found.costs()
 
     def elapsed(self, rates: Rates) -> float:
-        """Return the seconds that the program takes at these rates if collectives overlap with computation.
+        """Return the seconds of one run with collectives overlapping computation.
 
-        Operations run in the order of the text, which is the compiler's schedule, and as long as in `Costs.executed`.
-        All collectives share one link, one after the other. An asynchronous collective delays only an operation that
-        waits for its end before it is done, and the collectives queued behind it on the link.
+        Operations run in text order, the compiler's schedule. Collectives queue on one link. Asynchronous ones delay
+        only operations that wait for their end.
         """
         return self._elapsed(self.entry, {}, rates)
 
     def _elapsed(self, computation: str, state: Mapping[int, int], rates: Rates) -> float:
         now = free = 0.0
-        ends: dict[str, float] = {}  # end times of collectives in flight, by the operation or chain that started them
+        ends: dict[str, float] = {}  # by starting operation or chain
 
         def send(work: _CostCollector) -> float:
             nonlocal free
@@ -226,17 +109,17 @@ class Program(Module):
                     now = now if opcode.endswith("-start") else free
         return now
 
-    def runs(self, computation: str, operation: Operation, state: Mapping[int, int]) -> list[Run]:
-        """Return what an operation runs; of a conditional the branch that is likely: the costliest that is not rare."""
+    def runs(self, computation: str, operation: Operation, state: Mapping[int, int]) -> list[Called]:
+        """Return what an operation runs. For a conditional: the costliest branch that is not rare."""
         found = super().runs(computation, operation, state)
         return [max(found, key=self._branch_cost)] if operation.opcode == "conditional" else found
 
-    def _branch_cost(self, branch: Run) -> tuple[float, float]:
+    def _branch_cost(self, branch: Called) -> tuple[float, float]:
         costs = self._costs_of(branch.computation, branch.state)
         return costs.flops, costs.bytes
 
     def product_flops(self, computation: str, operation: Operation) -> float:
-        """Flops of a `dot` or `convolution`, or of all those inside a fusion or call."""
+        """Return matmul flops, also inside a fusion or call."""
         if operation.opcode in ("fusion", "call"):
             return sum(
                 self.product_flops(called, o) for called in operation.calls for o in self.computations[called].values()
@@ -251,7 +134,7 @@ class Program(Module):
         return convolution_flops(operation, left, right, out)
 
     def traffic(self, computation: str, operation: Operation) -> Traffic | None:
-        """Traffic of a collective; None for other operations and for the -done half of an asynchronous collective."""
+        """Return a collective's traffic. None for other operations and -done halves."""
         kind = operation.opcode.removesuffix("-start")
         if kind not in COLLECTIVES:
             return None
@@ -272,7 +155,7 @@ class Program(Module):
         return Traffic(kind, group, sent, operation.scope)
 
     def waits(self, computation: str, operation: Operation) -> str:
-        """Latency of an operation that is no collective: none if it only names or starts something, or is scalar."""
+        """Return the latency of a non-collective, "" if it only names or starts something, or is scalar."""
         opcode = operation.opcode
         if opcode in _NO_TRAFFIC or opcode.endswith(("-start", "-done", "-update")):
             return ""
@@ -282,7 +165,7 @@ class Program(Module):
         return "" if all(a.space == SCALARS for a in arrays) else "operation"
 
     def moved(self, computation: str, operation: Operation, space: int = 0) -> float:
-        """Bytes that an operation reads from and writes to a memory space (0: main memory, 5: host memory)."""
+        """Return the bytes moved to and from a memory space (0: main, 5: host)."""
 
         def size(arrays: Sequence[Array]) -> float:
             return sum(a.bytes for a in arrays if a.space == space)
@@ -312,9 +195,7 @@ class Program(Module):
             return 2 * given[-1]
         if opcode == "fusion":
             called = operation.calls[0]
-            if chain := self.chained(
-                operation
-            ):  # the collective's buffers pass through every step and are counted once, in `count`
+            if chain := self.chained(operation):  # `count` counts the collective's buffers once
                 own = {(a.dtype, a.dims) for o in chain[1].operands for a in self.arrays(called, o)}
                 own |= {(a.dtype, a.dims) for a in chain[1].arrays}
                 touched = (*operation.arrays, *(a for o in operation.operands for a in self.arrays(computation, o)))
@@ -325,7 +206,7 @@ class Program(Module):
         return out + sum(given)
 
     def _read(self, computation: str, source: Operation) -> float:
-        """Bytes of a value that its users in a fused computation read; infinite if a user may read all of it."""
+        """Return a value's bytes read in a fused computation, infinite if possibly all."""
         total = 0.0
         for user in self.computations[computation].values():
             if source.name not in user.operands:
@@ -345,14 +226,14 @@ class Program(Module):
         return math.inf if source.root else total
 
     def _is_view(self, operation: Operation) -> bool:
-        """True for operations inside a fusion that change a value's layout alone: what is read of it is read."""
+        """Return True for pure layout changes, which reads pass through."""
         if operation.opcode == "fusion":
             inner = self.computations[operation.calls[0]].values()
             return all(o.opcode == "parameter" or self._is_view(o) for o in inner)
         return operation.opcode in ("bitcast", "reshape", "copy")
 
     def _written(self, computation: str, value: Operation) -> float:
-        """Bytes of a fused computation's result that are newly written rather than updated in place."""
+        """Return the written bytes of a fused result. In-place updates write only the update."""
         inside = self.computations[computation]
         if value.opcode == "tuple":
             return sum(self._written(computation, inside[o]) for o in value.operands)
@@ -368,9 +249,7 @@ class Program(Module):
 
 
 class _CostCollector:
-    """Accumulator of costs over a computation and everything that it runs."""
-
-    def __init__(self, program: Program):
+    def __init__(self, program: CostedProgram):
         self.program = program
         self.operations: list[Cost] = []
         self.collectives: list[tuple[float, Traffic]] = []
@@ -378,12 +257,10 @@ class _CostCollector:
         self.unknown: list[str] = []
 
     def costs(self) -> Costs:
-        """Return the costs collected so far."""
         unknown = tuple(dict.fromkeys(self.unknown))
         return Costs(tuple(self.operations), tuple(self.collectives), dict(self.kernels), unknown)
 
     def walk(self, computation: str, times: float, state: Mapping[int, int]) -> None:
-        """Add the costs of a computation that runs `times` times."""
         for operation in self.program.computations[computation].values():
             runs = self.program.runs(computation, operation, state)
             for run in runs:
@@ -394,7 +271,6 @@ class _CostCollector:
                 self.count(computation, operation, times)
 
     def count(self, computation: str, operation: Operation, times: float) -> None:
-        """Add the costs of an operation that runs no other computation."""
         program, chain, sent = self.program, self.program.chained(operation), len(self.collectives)
         begins = chain is None or operation.name.startswith(_CHAIN_START)
         if traffic := program.traffic(computation, operation):
@@ -405,7 +281,7 @@ class _CostCollector:
                     if traffic := program.traffic(called, inner):
                         self.collectives.append((times, traffic))
         flops, moved = program.product_flops(computation, operation), program.moved(computation, operation)
-        executed = Work(flops, moved)
+        executed = OpWork(flops, moved)
         if operation.is_kernel:
             (flops, moved), executed = self.kernel(computation, operation, times, moved)
         if chain and begins:
@@ -417,18 +293,15 @@ class _CostCollector:
             where, cycles = f"{operation.opcode} {operation.name}", operation.cycles
             self.operations.append(Cost(times, flops, moved, host, where, operation.scope, executed, waits, cycles))
 
-    def kernel(self, computation: str, operation: Operation, times: float, moved: float) -> tuple[Work, Work]:
-        """Return the work that a Pallas kernel has to do and the work that it executes.
-
-        By its cost estimate; without one, 0 flops and `moved` bytes.
-        """
+    def kernel(self, computation: str, operation: Operation, times: float, moved: float) -> tuple[OpWork, OpWork]:
+        """Return a Pallas kernel's necessary and executed work."""
         name, program = operation.name, self.program
         flops, moves = (operation.attribute(rf'"{what}":"(\d+)"') for what in ("flops", "bytes_accessed"))
         if flops is None or moves is None:
             self.kernels[re.sub(r"[.\d]+$", "", name)] += times  # pyright: ignore[reportArgumentType]
-            declared = Work(0.0, moved)
+            declared = OpWork(0.0, moved)
         else:
-            declared = Work(float(flops), float(moves))
+            declared = OpWork(float(flops), float(moves))
         fill = next((f for begin, f in program.filled.items() if name.startswith(begin)), 1.0)
         needed = executed = declared._replace(flops=fill * declared.flops)
         for begin, work in program.kernels.items():

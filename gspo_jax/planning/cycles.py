@@ -1,24 +1,26 @@
-"""Executed times beside the TPU compiler's own estimates (`estimated_cycles`), for the operations that have both."""
+"""Executed times compared with the TPU compiler's estimates (`estimated_cycles`)."""
 
+import operator
+from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import Any
 
-from gspo_jax.planning.costs import Cost, Costs
+from gspo_jax.planning.cost_records import Cost, Costs
 from gspo_jax.planning.memory import shortened
 from gspo_jax.planning.setting import Setting
 
 SHOWN = 0.015
-"""Least part of the time, by either count, of operations that are listed by themselves."""
+"""Minimum share of the time for a line of its own."""
 APART = 1.5
-"""Ratio of the two counts from which a line says why."""
+"""Ratio of the two counts that needs a reason."""
 
 
 def compared(costs: Costs, setting: Setting) -> dict[str, Any]:
-    """Return seconds as executed and by the compiler's estimate, by scope, opcode and what bounds the operation.
+    """Return executed and estimated seconds by scope, opcode and bound.
 
-    Operations that take the least time by both counts share one line. The compiler estimates fusions and copies. It has
-    no estimate for Pallas kernels, collectives, asynchronous copies and sorts: they execute `without_estimate_s`.
+    Small operations share one line. Pallas kernels, collectives, asynchronous copies and sorts have no estimate.
     """
-    lines: dict[tuple[str, ...], _Line] = {}
+    groups: dict[tuple[str, str, str], list[Cost]] = {}
     without = 0.0
     for cost in costs.operations:
         if cost.cycles is None:
@@ -27,69 +29,45 @@ def compared(costs: Costs, setting: Setting) -> dict[str, Any]:
         key = shortened(cost.scope), cost.operation.partition(" ")[0], _bound(cost, setting)
         if key[2] == "latency" and cost.cycles / setting.chip.clock < APART * setting.rates.operation:
             key = "small operations", "", "latency"
-        lines.setdefault(key, _Line(*key)).add(cost, setting)
-    executed, estimated = (sum(getattr(x, of) for x in lines.values()) for of in ("executed", "estimated"))
-    rest = _Line("all others", "", "")
-    for key, line in list(lines.items()):
-        if line.executed < SHOWN * executed and line.estimated < SHOWN * estimated:
-            rest.join(lines.pop(key))
-    ordered = sorted(lines.values(), key=lambda line: -max(line.executed, line.estimated))
+        groups.setdefault(key, []).append(cost)
+    lines = [_line(*key, own, setting) for key, own in groups.items()]
+    executed, estimated = (sum(line[of] for line in lines) for of in ("executed_s", "estimated_s"))
+    few = [line for line in lines if line["executed_s"] < SHOWN * executed and line["estimated_s"] < SHOWN * estimated]
+    rest = {of: _added(line[of] for line in few) for of in ("count", "executed_s", "estimated_s")}
+    shown = sorted(
+        (line for line in lines if line not in few), key=lambda line: -max(line["executed_s"], line["estimated_s"])
+    )
+    shown.append({"scope": "all others", "opcode": "", "bound": "", **rest, "why": ""})
     return {
         "executed_s": executed,
         "estimated_s": estimated,
         "without_estimate_s": without,
-        "lines": [line.facts() for line in [*ordered, rest]],
+        "lines": [line | {"count": round(line["count"])} for line in shown],
     }
 
 
-class _Line:
-    """Sums over operations that have scope, opcode and bound in common."""
+def _line(scope: str, opcode: str, bound: str, costs: Sequence[Cost], setting: Setting) -> dict[str, Any]:
+    executed = _added(c.times * c.seconds(setting.rates) for c in costs)
+    estimated = _added(c.times * (c.cycles or 0.0) / setting.chip.clock for c in costs)
+    why = ""
+    if opcode and estimated and not 1 / APART < estimated / max(executed, 1e-12) < APART:
+        if bound == "latency":
+            why = "work on vectors, or strided reads, that bytes do not show"
+        elif bound == "compute":
+            why = f"estimated at {_added(c.times * c.executed.flops for c in costs) / estimated / 1e12:.0f} Tflop/s"
+        else:
+            why = f"estimated at {_added(c.times * c.executed.bytes for c in costs) / estimated / 1e12:.2f} TB/s"
+            why += ", a change of layout" if opcode == "copy" else ""
+    found = {"scope": scope, "opcode": opcode, "bound": bound, "count": _added(c.times for c in costs)}
+    return {**found, "executed_s": executed, "estimated_s": estimated, "why": why}
 
-    def __init__(self, scope: str, opcode: str, bound: str):
-        self.scope, self.opcode, self.bound = scope, opcode, bound
-        self.count = self.executed = self.estimated = self.flops = self.bytes = 0.0
 
-    def add(self, cost: Cost, setting: Setting) -> None:
-        """Add an operation with an estimate."""
-        self.count += cost.times
-        self.executed += cost.times * cost.seconds(setting.rates)
-        self.estimated += cost.times * (cost.cycles or 0.0) / setting.chip.clock
-        self.flops += cost.times * cost.executed.flops
-        self.bytes += cost.times * cost.executed.bytes
-
-    def join(self, other: "_Line") -> None:
-        """Add another line."""
-        self.count += other.count
-        self.executed += other.executed
-        self.estimated += other.estimated
-
-    def facts(self) -> dict[str, Any]:
-        """Return the line as it is written."""
-        return {
-            "scope": self.scope,
-            "opcode": self.opcode,
-            "bound": self.bound,
-            "count": round(self.count),
-            "executed_s": self.executed,
-            "estimated_s": self.estimated,
-            "why": self.why(),
-        }
-
-    def why(self) -> str:
-        """Return what the estimate assumes, if the counts are `APART`: its throughput, or work that moves no bytes."""
-        if not self.opcode or 1 / APART < self.estimated / max(self.executed, 1e-12) < APART:
-            return ""
-        if self.bound == "latency":
-            return "work on vectors, or strided reads, that bytes do not show"
-        if self.bound == "compute":
-            return f"estimated at {self.flops / self.estimated / 1e12:.0f} Tflop/s"
-        return f"estimated at {self.bytes / self.estimated / 1e12:.2f} TB/s" + (
-            ", a change of layout" if self.opcode == "copy" else ""
-        )
+def _added(values: Iterable[float]) -> float:
+    """Return the values' sum, the same in every version of Python: from 3.12 on `sum` compensates for rounding."""
+    return reduce(operator.add, values, 0.0)
 
 
 def _bound(cost: Cost, setting: Setting) -> str:
-    """Whether compute, memory or latency bounds an operation."""
     rates = setting.rates
     bounds = {
         "compute": cost.executed.flops / rates.flops,

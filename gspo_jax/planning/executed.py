@@ -1,7 +1,7 @@
-"""Work that kernels execute beyond what is needed, for rows at their longest and random expert loads; parts of a time.
+"""Executed work of kernels, for rows at full length and random expert loads.
 
-A kernel's own module says what it computes: attention_tpu.py and packed_attention_tpu.py the blocks that a mask visits,
-visits_tpu.py the tiles that a load visits. Another kernel whose work is not what it declares takes a row in `kernels`.
+Each kernel's module says what it computes: blocks that a mask visits (attention_tpu.py, packed_attention_tpu.py) or
+tiles that a load visits (visits_tpu.py). Other kernels that execute more than they declare need a row in `kernels`.
 """
 
 import math
@@ -13,56 +13,61 @@ import numpy as np
 
 from gspo_jax.kernels import attention_tpu, packed_attention_tpu, visits_tpu
 from gspo_jax.kernels.row_sums_tpu import ROW_SUMS
-from gspo_jax.planning.costs import Cost, Costs, KernelCall, Kernels, Work
+from gspo_jax.planning.cost_records import Cost, Costs, KernelCall, OpWork
+from gspo_jax.planning.costs import Kernels
 from gspo_jax.planning.rates import Rates
 from gspo_jax.planning.setting import Setting
 
 GROUPED: tuple[str, ...] = ("grouped_matmul", "grouped_outer")
-"""Beginnings of the names of the grouped matmul kernels."""
+"""Name prefixes."""
 ATTENTION: tuple[str, ...] = ("splash_", "packed_", "ring_softmax")
-"""Beginnings of the names of the attention kernels."""
+"""Name prefixes."""
 DRAWS = 16
-"""Random expert loads over which executed rows are averaged."""
+"""Random expert loads to average over."""
 
 
 def kernels(setting: Setting, name: str) -> Kernels:
-    """Return the functions for the executed work of the kernels in one program."""
+    """Return the executed work of a program's kernels, by name prefix."""
     splash, packed, grouped = _splash(setting), _packed(setting), _grouped(setting, name)
-    sums = _row_sums(setting, name)
+    fill = setting.filled(name)
+
+    def sums(call: KernelCall) -> OpWork:  # only rows that arrive
+        return call.declared._replace(flops=fill * call.declared.flops)
+
     return {"splash_": splash, "packed_attention": packed, ROW_SUMS: sums, **dict.fromkeys(GROUPED, grouped)}
 
 
 def filled(setting: Setting, name: str) -> dict[str, float]:
-    """Return the fraction of a kernel's declared flops that a program needs, by the beginning of the kernel's name."""
+    """Return the needed fraction of a kernel's declared flops, by name prefix."""
     return {ROW_SUMS: 0.0, **dict.fromkeys(GROUPED, setting.filled(name))}
 
 
-def _splash(setting: Setting) -> Callable[[KernelCall], Work]:
-    """Attention of prompts computes every block that its mask visits, whole."""
+def _splash(setting: Setting) -> Callable[[KernelCall], OpWork]:
+    """Count whole blocks that the mask visits."""
     T = setting.config.data.max_prompt_length
     heads = setting.model.num_heads // setting.model.num_kv_heads
 
-    def work(call: KernelCall) -> Work:
+    def work(call: KernelCall) -> OpWork:
         count = attention_tpu.computed_products(T, heads=heads)
         *rows, group, queries, width = next(a.dims for a in call.operands if a.dtype in ("bf16", "f32"))
         assert group == heads and 0 <= queries - T < T, (
             f"{call.name} has queries {queries} by {group}, not {T} by {heads}"
         )
-        return Work(2.0 * width * count * math.prod(rows), call.declared.bytes)
+        return OpWork(2.0 * width * count * math.prod(rows), call.declared.bytes)
 
     return work
 
 
-def _packed(setting: Setting) -> Callable[[KernelCall], Work]:
-    """Attention of packed rows computes the blocks that their segments visit, whole: here responses of full length."""
+def _packed(setting: Setting) -> Callable[[KernelCall], OpWork]:
+    """Count whole blocks that segments visit."""
 
-    def work(call: KernelCall) -> Work:
+    def work(call: KernelCall) -> OpWork:
         query = next(a for a in call.operands if len(a.dims) == 4)
         groups, heads, tokens, width = query.dims
         block = packed_attention_tpu.block_length(tokens, round(query.bytes / math.prod(query.dims)))
         visits = packed_attention_tpu.visited_blocks(*spans_at_full_length(tokens, **setting.row_size), block=block)
         products = 5 if call.name.startswith("packed_attention_backward") else 2
-        return Work(2.0 * products * groups * heads * width * block**2 * visits, call.declared.bytes)
+        return OpWork(2.0 * products * groups * heads * width * block**2 * visits, call.declared.bytes)
 
     return work
 
@@ -70,7 +75,7 @@ def _packed(setting: Setting) -> Callable[[KernelCall], Work]:
 def spans_at_full_length(
     tokens: int, *, prompt: int, response: int, group_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Spans, as `packed_attention.Spans` has them, of a row of full-length responses after prompts, [1, tokens]."""
+    """Return the arrays of `packed_attention.Spans`, [1, tokens], for prompts with full-length responses."""
     S, T, G = prompt, response, group_size
     at = np.arange(tokens)
     begin, end, own = np.zeros(tokens, int), np.zeros(tokens, int), at + 1
@@ -85,15 +90,15 @@ def spans_at_full_length(
     return begin[None], end[None], own[None]
 
 
-def _grouped(setting: Setting, name: str) -> Callable[[KernelCall], Work]:
-    """A grouped matmul computes the tiles that the groups' rows lie in, whole, and reads the weights of filled groups.
+def _grouped(setting: Setting, name: str) -> Callable[[KernelCall], OpWork]:
+    """Count whole tiles with a group's rows, and weights of non-empty groups, for random loads.
 
-    Each token's choice is random: the groups are drawn. Cost estimates are for buffers that are full.
+    Cost estimates assume full buffers.
     """
     experts, shards = setting.model.num_experts, setting.expert_shards(name)
     fill = setting.filled(name)
 
-    def work(call: KernelCall) -> Work:
+    def work(call: KernelCall) -> OpWork:
         tile = re.search(r"_(\d+)(?:\.|$)", call.name)
         assert tile, f"{call.name} does not end in its tile"
         room = next(a.dims[0] for a in call.operands if len(a.dims) == 2)
@@ -105,19 +110,13 @@ def _grouped(setting: Setting, name: str) -> Callable[[KernelCall], Work]:
         held = min(experts // shards, room)
         weights = sum(a.bytes / a.dims[0] for a in (*call.operands, *call.results) if len(a.dims) == 3)
         flops, moved = call.declared
-        return Work(flops * rows / room, weights * filled + (moved - weights * held) * arrived / room)
+        return OpWork(flops * rows / room, weights * filled + (moved - weights * held) * arrived / room)
 
     return work
 
 
-def _row_sums(setting: Setting, name: str) -> Callable[[KernelCall], Work]:
-    """Sums of experts' rows, written as products, are computed for the rows that arrive."""
-    fill = setting.filled(name)
-    return lambda call: call.declared._replace(flops=fill * call.declared.flops)
-
-
 def parts(costs: Costs, rates: Rates) -> dict[str, float]:
-    """Executed seconds by kind of operation: attention, grouped and other matmuls, memory, latency, collectives."""
+    """Return executed seconds by part."""
     found: Counter[str] = Counter()
     for cost in costs.operations:
         found[_part(cost, rates)] += cost.times * cost.seconds(rates)  # pyright: ignore[reportArgumentType]

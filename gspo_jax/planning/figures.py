@@ -1,4 +1,4 @@
-"""Flops, bytes, collectives, time bounds, executed time and warnings of one compiled program."""
+"""Flops, bytes, collectives, times and warnings of one compiled program."""
 
 from typing import Any
 
@@ -9,22 +9,22 @@ from gspo_jax.planning.rates import Rates
 from gspo_jax.planning.setting import Setting
 
 AGREEMENT = 0.02
-"""Largest relative difference between the three flop counts for which a projection is made."""
+"""Maximum relative spread of flop counts for a projection."""
 MUCH = 2e9
-"""Bytes per chip in all-reduces over the whole slice above which a warning is given."""
+"""Bytes per chip in whole-slice all-reduces above which to warn."""
 
 
 def figures(
-    costs: costs_lib.Costs, name: str, setting: Setting, *, traced_flops: float, scheduled: costs_lib.Program | None
+    costs: costs_lib.Costs,
+    name: str,
+    setting: Setting,
+    *,
+    traced_flops: float,
+    scheduled: costs_lib.CostedProgram | None,
 ) -> dict[str, Any]:
-    """Flops, bytes, collectives and times of a program, or of one step of the decode loop, on one chip.
+    """Return figures of a program, or of one decode step, on one chip.
 
-    Args:
-      costs: costs read off the compiled text.
-      name: name of the program.
-      setting: the run and its chips.
-      traced_flops: flops of the traced program, per chip.
-      scheduled: the program whose schedule shows how much of the collectives' time is exposed; None to leave that out.
+    `traced_flops` is per chip. `scheduled` is the program to read exposed collective time from.
     """
     chip, rates, (forward, times) = setting.chip, setting.rates, setting.formula(name)
     attention = forward.attention * times if costs.kernels else 0.0  # attention kernels declare no flops
@@ -64,21 +64,16 @@ def figures(
         "executed_by": executed.parts(costs, rates),
         "binds": max(("compute", "hbm", "ici"), key=lambda what: seconds[what]),
     }
-    reliable = name not in ("update", "score") or apart <= AGREEMENT
-    low = seconds["executed"] / rates.efficiency
+    if name in ("update", "score") and apart > AGREEMENT:
+        return facts | {"projected_step_s": None, "projected_mfu": None}
+    low = seconds["executed"] / rates.efficiency  # with collectives hidden; `high` with them exposed
     high = low + costs.sent / rates.links
-    return facts | _projection(low, high, needed / chip.flops, reliable=reliable)
-
-
-def _projection(low: float, high: float, needed_s: float, *, reliable: bool) -> dict[str, Any]:
-    """Projected step time and MFU as [collectives hidden, exposed]; None unless the flop counts agree."""
-    if not reliable:
-        return {"projected_step_s": None, "projected_mfu": None}
-    return {"projected_step_s": [low, high], "projected_mfu": [needed_s / max(t, 1e-12) for t in (high, low)]}
+    mfu = [needed / chip.flops / max(t, 1e-12) for t in (high, low)]
+    return facts | {"projected_step_s": [low, high], "projected_mfu": mfu}
 
 
 def warnings(costs: costs_lib.Costs, setting: Setting, slices: int) -> list[str]:
-    """Warnings about the costs of a program that fits in memory."""
+    """Return warnings for a program that fits in memory."""
     found = []
     reduced = [
         (times * t.bytes, t.scope)

@@ -1,7 +1,4 @@
-"""Parser for the text of a compiled program (`compiled.as_text()`): its operations, what runs what, and how often.
-
-`costs.py` derives a program's costs from it.
-"""
+"""Parser of compiled program text (`compiled.as_text()`)."""
 
 import dataclasses
 import math
@@ -13,10 +10,10 @@ from typing import NamedTuple
 from gspo_jax.kernels.scopes import AT_MOST, RARELY
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
-"""Bits per element of the types whose names do not state them."""
+"""Bits per element."""
 
 _UNKNOWN_CYCLES = 2**62
-"""Estimates from here on mean that the compiler has none."""
+"""Estimates from here on mean unknown."""
 
 COLLECTIVES = (
     "all-gather",
@@ -36,15 +33,14 @@ class Array(NamedTuple):
     """Array type in compiled text."""
 
     dtype: str
-    """HLO element type, such as bf16."""
+    """Such as bf16."""
     dims: tuple[int, ...]
-    """Dimensions."""
     space: int
-    """Memory space: 0 is the device's main memory, 5 the host's; others are on-chip (6 that of scalars)."""
+    """Memory space: 0 main memory, 5 host, others on chip (6 for scalars)."""
 
     @property
     def bytes(self) -> float:
-        """Size in bytes, without padding."""
+        """Unpadded size."""
         bits = _BITS.get(self.dtype)
         if bits is None:
             number = re.search(r"\d+", self.dtype)  # as in bf16, f8e4m3fn, s4
@@ -57,21 +53,19 @@ class Operation:
     """HLO instruction."""
 
     name: str
-    """Name, without the leading %."""
+    """Name without the leading %."""
     opcode: str
-    """Opcode, such as dot or fusion."""
     type: str
-    """Text of the result type."""
     arguments: str
-    """Text between the parentheses after the opcode."""
+    """Text in the parentheses."""
     attributes: str
-    """Text after these parentheses."""
+    """Text after them."""
     root: bool
-    """True if the instruction is its computation's result."""
+    """True for its computation's result."""
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """Types of the results: one, or the flattened elements of a tuple."""
+        """Result types, with tuples flattened."""
         return tuple(
             Array(dtype, tuple(int(d) for d in dims.split(",") if d), int(space or 0))
             for dtype, dims, space in re.findall(r"([a-z]\w*)\[([\d,]*)\](?:\{[^}]*?(?:S\((\d+)\))?\})?", self.type)
@@ -79,33 +73,33 @@ class Operation:
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of the operands."""
+        """Operand names."""
         return tuple(re.findall(r"%([\w.\-~]+)", self.arguments))
 
     def attribute(self, pattern: str) -> str | None:
-        """Return the first group of a pattern's first match in the attributes; None without a match."""
+        """Return the first group of a pattern's match in the attributes, or None."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else None
 
     @property
     def scope(self) -> str:
-        """Scope in the source program (op_name); empty if unknown."""
+        """The op_name, or empty."""
         return self.attribute(r'op_name="([^"]*)"') or ""
 
     @property
     def cycles(self) -> float | None:
-        """Cycles that the TPU compiler estimates; None if it gives none, or only that it cannot tell."""
+        """The TPU compiler's estimate. None if missing or unknown."""
         found = self.attribute(r'"estimated_cycles":"(\d+)"')
         return float(found) if found and int(found) < _UNKNOWN_CYCLES else None
 
     @property
     def is_kernel(self) -> bool:
-        """True for a call of a Pallas kernel."""
+        """True for a Pallas kernel call."""
         return self.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in self.attributes
 
     @property
     def group_size(self) -> int:
-        """Devices per replica group; the text gives explicit groups, iota groups or mesh axes. 0 if it gives none."""
+        """Devices per replica group, 0 if not given."""
         if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", self.attributes):
             sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
             axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])  # an axis, or a part of one: 'fsdp':(16)4
@@ -118,7 +112,7 @@ class Operation:
 
     @property
     def calls(self) -> list[str]:
-        """Names of called computations, excluding loop bodies and conditions and the combiners of reductions."""
+        """Called computations, without loop bodies, loop conditions and reduction combiners."""
         names = re.findall(
             r"(?:calls|called_computation|true_computation|false_computation)=%([\w.\-~]+)", self.attributes
         )
@@ -131,21 +125,19 @@ class Operation:
 Computation = dict[str, Operation]
 
 
-class Run(NamedTuple):
+class Called(NamedTuple):
     """Computation run by an operation."""
 
     computation: str
-    """Name of the computation."""
     times: float
-    """Number of runs; 1 if unknown."""
+    """1 if unknown."""
     known: bool
-    """True if the number of runs is known."""
     state: Mapping[int, int]
-    """Constant elements of a loop's state, by tuple index."""
+    """Constants of a loop's state, by tuple index."""
 
 
 class Module:
-    """Parsed text of a compiled program."""
+    """Parsed program text."""
 
     def __init__(self, text: str):
         self.computations: dict[str, Computation] = {}
@@ -160,67 +152,61 @@ class Module:
                 current[operation.name] = operation
 
     def find(self, name: str) -> Operation | None:
-        """Return the operation of that name in any computation; None if none has it."""
+        """Return the operation of that name in any computation, or None."""
         return self._by_name.get(name)
 
     @cached_property
     def _by_name(self) -> dict[str, Operation]:
-        # The entry comes last, so that its operations win name clashes: the memory report uses its parameters' names.
+        # The entry goes last to win name clashes: the memory report uses its parameters' names.
         entry = self.computations.pop(self.entry, {})
         self.computations[self.entry] = entry
         return {name: operation for inside in self.computations.values() for name, operation in inside.items()}
 
     def root(self, computation: str) -> Operation:
-        """Return the root operation of a computation."""
+        """Return a computation's root operation."""
         return next(o for o in self.computations[computation].values() if o.root)
 
     def arrays(self, computation: str, name: str) -> tuple[Array, ...]:
-        """Return the types of a value; empty if the computation does not define it."""
+        """Return a value's types, empty if it is not defined here."""
         operation = self.computations[computation].get(name)
         return operation.arrays if operation is not None else ()
 
     def chained(self, operation: Operation) -> tuple[str, Operation] | None:
-        """Return chain id and operation of the collective that a fusion does one step of; None for other operations.
-
-        Such a collective is done in many steps, with other work scheduled in between.
-        """
+        """Return (chain id, collective) of a fusion that does one step of a collective, or None."""
         for called in operation.calls if operation.opcode == "fusion" else ():
             for inner in self.computations[called].values():
                 if inner.opcode in COLLECTIVES and (chain := inner.attribute(r'chain_id="(\d+)"')):
                     return f"{inner.opcode} {inner.attribute(r'channel_id=([0-9]+)')} {chain}", inner
         return None
 
-    def runs(self, computation: str, operation: Operation, state: Mapping[int, int]) -> list[Run]:
-        """Return what a loop, conditional or call runs, given the constants of the enclosing loop's state.
+    def runs(self, computation: str, operation: Operation, state: Mapping[int, int]) -> list[Called]:
+        """Return what a loop, conditional or call runs, given constants of the enclosing loop's state.
 
-        Of a conditional, the branches that may run: those outside the scope `RARELY`, in which a loop has no turns.
-        Other operations run nothing.
+        Branches and loops in the scope `RARELY` do not count.
         """
         if operation.opcode == "while":
             trips, inner = self._trips(computation, operation, state)
             body = operation.attribute(r"body=%([\w.\-~]+)")
             assert body
             if RARELY in operation.scope.split("/"):
-                return [Run(body, 0, True, inner)]
-            return [Run(body, 1 if trips is None else trips, trips is not None, inner)]
+                return [Called(body, 0, True, inner)]
+            return [Called(body, 1 if trips is None else trips, trips is not None, inner)]
         if operation.opcode == "conditional":
             usual = [called for called in operation.calls if not self._rare(called)]
-            return [Run(called, 1, True, {}) for called in usual or operation.calls]
+            return [Called(called, 1, True, {}) for called in usual or operation.calls]
         if operation.opcode in ("call", "call-start"):
-            return [Run(called, 1, True, {}) for called in operation.calls]
+            return [Called(called, 1, True, {}) for called in operation.calls]
         return []
 
     def _rare(self, computation: str) -> bool:
-        """Return whether a computation is a branch in the scope `RARELY`."""
         return any(RARELY in operation.scope.split("/") for operation in self.computations[computation].values())
 
     def _trips(
         self, computation: str, loop: Operation, state: Mapping[int, int]
     ) -> tuple[int | None, Mapping[int, int]]:
-        """Return a loop's trip count, None if unknown, and the constant elements of its state.
+        """Return a loop's trip count, or None, and the constants of its state.
 
-        For a loop that counts up to a constant the trip count follows from its condition; for a loop whose trips depend
-        on data it is the maximum declared by its scope (`at_most`).
+        The count follows from the condition, or for a data-dependent loop from its scope (`at_most`).
         """
         body, condition = loop.attribute(r"body=%([\w.\-~]+)"), loop.attribute(r"condition=%([\w.\-~]+)")
         assert body and condition
@@ -245,7 +231,7 @@ class Module:
         return (int(trips[-1]) if trips else None), fixed
 
     def _bound(self, condition: str, fixed: Mapping[int, int]) -> tuple[int, int] | None:
-        """Return the counter's state index and its exclusive upper bound in a loop's condition; None if unknown."""
+        """Return the counter's state index and exclusive upper bound, or None."""
 
         def compare(
             computation: str, arguments: Sequence[tuple[int | None, int] | None] | None
@@ -270,7 +256,7 @@ class Module:
         state: Mapping[int, int],
         arguments: Sequence[tuple[int | None, int] | None] | None = None,
     ) -> tuple[int | None, int] | None:
-        """Return a value as (i, c), state element i plus c, or as (None, c), the constant c; None if it is neither."""
+        """Return (i, c) for state element i plus c, (None, c) for the constant c, or None."""
         operation = self.computations[computation].get(name)
         if operation is None:
             return None
@@ -303,7 +289,7 @@ class Module:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yield instructions and computation headers, one per line; long constants span several lines of the text."""
+    """Yield logical lines. Long constants span several."""
     begun: list[str] = []
     for line in text.splitlines():
         if re.match(r"\s+(ROOT )?%[\w.\-~]+ = |\}|(ENTRY )?%?[\w.\-~]+ .*->.*\{\s*$|HloModule", line):
@@ -315,7 +301,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _operation(name: str, text: str, root: bool) -> Operation:
-    """Parse the text after an instruction's name: TYPE opcode(arguments), attributes."""
+    """Parse `TYPE opcode(arguments), attributes`."""
     end = _closing(text, 0) if text.startswith("(") else text.index(" ")
     rest = text[end:].lstrip()
     opcode = re.match(r"[\w\-]+", rest)
@@ -325,7 +311,7 @@ def _operation(name: str, text: str, root: bool) -> Operation:
 
 
 def _closing(text: str, start: int) -> int:
-    """Return the index just past the parenthesis that closes the first one at or after `start`."""
+    """Return the index past the matching parenthesis."""
     depth = 0
     for found in re.compile(r"[()]").finditer(text, start):
         depth += 1 if found[0] == "(" else -1
@@ -337,10 +323,9 @@ def _closing(text: str, start: int) -> int:
 def convolution_flops(
     operation: Operation, left: tuple[int, ...], right: tuple[int, ...], out: tuple[int, ...]
 ) -> float:
-    """Flops of a convolution: 2 × outputs × contraction size, counting only window positions on the input, not padding.
+    """Return 2 × outputs × contraction size, counting only window positions on the input, not padding.
 
-    The TPU compiler emits batched matmuls as convolutions, with the head dimension as a window of which only one
-    position counts.
+    Batched matmuls become convolutions with the head dimension as a window. Only one position counts.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", operation.attributes)
     assert labels, operation.attributes[:200]

@@ -1,4 +1,4 @@
-"""Flops of a traced program before compilation, with loop bodies multiplied by their trip counts."""
+"""Flops of a traced program before compilation, with loop bodies times trip counts."""
 
 import math
 import re
@@ -9,11 +9,11 @@ from gspo_jax.kernels.scopes import AT_MOST, RARELY
 
 
 def product_flops(jaxpr: Any, devices: int = 1, *, filled: Mapping[str, float] | None = None) -> float:
-    """Flops of all matmuls, and of Pallas kernels with a cost estimate, summed over all devices.
+    """Return the flops of all matmuls, and of Pallas kernels with a cost estimate, over all devices.
 
-    A matmul inside `jax.shard_map` runs once per shard; outside, it is the whole global product. `devices` is the
-    number of shards that each product of this jaxpr counts for. A loop whose trips depend on data counts the maximum
-    declared by its scope (`hlo.at_most`), or one trip, none in the scope `hlo.RARELY`. `filled` as in `costs.Program`.
+    A matmul inside `jax.shard_map` runs once per shard. `devices`: shards per product of this jaxpr. Data-dependent
+    loops count the trips declared by their scope (`scopes.at_most`), else 1, or 0 in the scope `scopes.RARELY`.
+    `filled`: see `costs.CostedProgram`.
     """
 
     def inside(jaxpr: Any, devices: int = devices) -> float:
@@ -61,7 +61,6 @@ def _trips(name: str, equation: Any) -> int:
 
 
 def _inner_jaxprs(parameters: dict[str, Any]) -> Iterator[Any]:
-    """Yield the jaxprs among an equation's parameters."""
     for value in parameters.values():
         for one in value if isinstance(value, tuple | list) else (value,):
             if hasattr(one, "eqns") or hasattr(one, "jaxpr"):

@@ -1,4 +1,4 @@
-"""A chip's memory at a program's peak, by kind of content."""
+"""Memory of a chip at a program's peak, by kind."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -6,17 +6,17 @@ from collections.abc import Collection, Mapping, Sequence
 import jax
 
 from gspo_jax.planning import hlo, programs
-from gspo_jax.planning.ahead import Buffer, Compiled
+from gspo_jax.planning.ahead import Compiled, LiveBuffer
 from gspo_jax.planning.setting import Setting
 
 PARAMETERS, OPTIMIZER, FROZEN, REFERENCE = "parameters", "optimizer", "frozen weights", "reference"
-"""Kinds of arguments that the trainer keeps; frozen weights are the base of adapters."""
+"""Kinds of arguments. Frozen weights are the base of adapters."""
 FROZEN_AGAIN = "copies or gradients of frozen weights"
-"""Kind of a buffer of an update that is as large as frozen weights; it could do without."""
+"""Kind of avoidable update buffers as large as frozen weights."""
 
 
 def held(setting: Setting) -> dict[str, int]:
-    """Bytes per chip that the trainer keeps in HBM during an iteration, by kind."""
+    """Return bytes per chip that the trainer keeps in HBM, by kind."""
     engine = setting.engine
     state, frozen = programs.placed(engine.state_shapes, engine.shardings), programs.trained(engine).frozen
     learners = [learner for learner in (state.policy, state.critic) if learner is not None]
@@ -29,10 +29,9 @@ def held(setting: Setting) -> dict[str, int]:
 
 
 def resident(module: hlo.Module, setting: Setting, name: str) -> int:
-    """Bytes per chip that the trainer keeps in HBM beside a program, which does not get them as arguments.
+    """Return bytes per chip that the trainer keeps in HBM outside a program's arguments.
 
-    jax leaves out arguments that a program never reads. The sampler's weights are dropped before programs run that do
-    not sample.
+    jax drops unread arguments. The sampler's weights are freed before programs that do not sample.
     """
     given: Counter[str] = Counter()
     for operation in module.computations.get(module.entry, {}).values():
@@ -44,7 +43,7 @@ def resident(module: hlo.Module, setting: Setting, name: str) -> int:
 
 
 def by_kind(module: hlo.Module, compiled: Compiled, setting: Setting, name: str) -> dict[str, int]:
-    """Bytes in use at the peak, by kind of content, the largest first."""
+    """Return bytes in use at the peak by kind, largest first."""
     kinds: Counter[str] = Counter()
     model, shapes = setting.model, parameter_shapes(setting)
     layers = {model.num_layers, *(stack.layers for stack in model.stacks)}
@@ -55,15 +54,15 @@ def by_kind(module: hlo.Module, compiled: Compiled, setting: Setting, name: str)
     return {kind: size for kind, size in kinds.most_common() if size}
 
 
-def producer(module: hlo.Module, buffer: Buffer) -> tuple[hlo.Operation | None, hlo.Array | None]:
-    """The operation that produces a buffer, and its array; None where the compiled text does not contain them."""
+def producer(module: hlo.Module, buffer: LiveBuffer) -> tuple[hlo.Operation | None, hlo.Array | None]:
+    """Return a buffer's operation and array, None if not in the compiled text."""
     operation = module.find(buffer.name)
     arrays = operation.arrays[buffer.element or 0 :] if operation is not None else ()
     return operation, arrays[0] if arrays else None
 
 
-def without_aliases(module: hlo.Module, live: Sequence[Buffer]) -> list[Buffer]:
-    """The live buffers, without the arguments of loop bodies that alias a buffer outside (loops update in place)."""
+def without_aliases(module: hlo.Module, live: Sequence[LiveBuffer]) -> list[LiveBuffer]:
+    """Drop loop-body arguments that alias an outer buffer (loops update in place)."""
     found, seen, inner = [], Counter[object](), []
     for buffer in live:
         operation, array = producer(module, buffer)
@@ -82,9 +81,9 @@ def without_aliases(module: hlo.Module, live: Sequence[Buffer]) -> list[Buffer]:
 
 
 def parameter_shapes(setting: Setting) -> dict[tuple[int, ...], str]:
-    """Shapes of the trainer's parameter shards on one chip, and the kind of a buffer of that shape in an update.
+    """Map shapes of parameter shards to a buffer's kind in an update.
 
-    Trained parameters have gradients. Frozen weights have none, and an update needs no copy of them.
+    Frozen weights have no gradients, and an update needs no copy of them.
     """
     weights = programs.trained(setting.engine)
     kinds = {FROZEN_AGAIN: weights.frozen, "gradients": weights.trainable}
@@ -92,7 +91,7 @@ def parameter_shapes(setting: Setting) -> dict[tuple[int, ...], str]:
 
 
 def argument_kind(path: str) -> str:
-    """Kind of content of a program's argument, by its path, such as `state.policy.params['embed'].value`."""
+    """Return an argument's kind by its path, such as `state.policy.params['embed'].value`."""
     if "opt_state" in path:
         return OPTIMIZER
     if path.startswith("reference"):
@@ -105,11 +104,11 @@ def argument_kind(path: str) -> str:
 
 
 def kind_of(
-    module: hlo.Module, buffer: Buffer, layers: Collection[int], shapes: Mapping[tuple[int, ...], str], name: str
+    module: hlo.Module, buffer: LiveBuffer, layers: Collection[int], shapes: Mapping[tuple[int, ...], str], name: str
 ) -> str:
-    """Kind of content of one buffer: parameters, optimizer, gradients, saved activations, cache, collectives, …
+    """Return a buffer's kind.
 
-    A buffer whose first dimension is in `layers` is stacked over layers; `shapes` as `parameter_shapes` has them.
+    A first dimension in `layers` means stacked over layers. `shapes`: see `parameter_shapes`.
     """
     operation, array = producer(module, buffer)
     if operation is None:
@@ -130,8 +129,8 @@ def kind_of(
     return "other"
 
 
-def described(module: hlo.Module, buffer: Buffer) -> str:
-    """One line about a buffer: size, shape, operation, scope."""
+def described(module: hlo.Module, buffer: LiveBuffer) -> str:
+    """Return a one-line description: size, shape, operation, scope."""
     operation, array = producer(module, buffer)
     if operation is None or array is None:
         return f"{buffer.bytes / 1e9:.2f} GB {buffer.name}"
@@ -140,6 +139,6 @@ def described(module: hlo.Module, buffer: Buffer) -> str:
 
 
 def shortened(scope: str) -> str:
-    """The last four parts of a scope, without those that loops and transformations add."""
+    """Return a scope's last four parts, without loops and transformations."""
     parts = [p for p in scope.split("/") if p not in ("while", "body", "eval_jaxpr", "checkpoint", "closed_call")]
     return "/".join(parts[-4:])

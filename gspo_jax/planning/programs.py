@@ -1,7 +1,4 @@
-"""The engine's programs with abstract arguments, i.e. shapes, dtypes and shardings; nothing is allocated.
-
-`plan` compiles them without devices or weights.
-"""
+"""The engine's programs with abstract arguments: shapes, dtypes and shardings. Nothing is allocated."""
 
 import dataclasses
 import math
@@ -21,49 +18,47 @@ from gspo_jax.engine import Engine
 from gspo_jax.kernels.packed_attention import Spans
 from gspo_jax.models import huggingface
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel import rows as rows_lib
 from gspo_jax.rollout import decoder, polled, prefixes
 from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.prefixes import PackedPrefix
-from gspo_jax.setup import learning, sampling
-from gspo_jax.types import Experience, OldPolicy, Packing, Prompts, Rollout, RouterRecord, Weights
+from gspo_jax.setup import learning, players
+from gspo_jax.types import Batch, OldPolicy, Packing, Prompts, Rollout, RouterRecord, Weights
 
-NAMES = ("update", "score", "sample_prefill", "sample_decode", "reshard")
+NAMES = ("update", "score", "deal", "sample_prefill", "sample_decode", "reshard")
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A jitted function with the mesh and the arguments to trace it with."""
+    """Jitted function with its mesh and abstract arguments."""
 
     function: Callable[..., Any]
-    """The jitted function."""
     arguments: tuple[Any, ...]
-    """Positional arguments: static ones by value, arrays as shapes with shardings."""
+    """Static ones by value, arrays as shapes with shardings."""
     options: dict[str, Any]
-    """Static keyword arguments."""
     mesh: Mesh
-    """Mesh in scope while tracing and compiling."""
 
     def trace(self) -> jax.stages.Traced:
-        """The traced program."""
+        """Trace the program."""
         traceable: Any = self.function
         with jax.set_mesh(self.mesh):
             return traceable.trace(*self.arguments, **self.options)
 
     def results(self) -> Any:
-        """The shapes of what it returns."""
+        """Return the shapes of its results."""
         traceable: Any = self.function
         with jax.set_mesh(self.mesh):
             return traceable.eval_shape(*self.arguments, **self.options)
 
 
 def make(name: str, engine: Engine) -> list[Program]:
-    """What the engine runs under this name, one of `NAMES`: one program, or several that follow one another."""
+    """Return the programs that the engine runs under a name in `NAMES`."""
     made = getattr(_Programs(engine), name)()
     return made if isinstance(made, list) else [made]
 
 
 class _Programs:
-    """Builds the programs; one method per name in `NAMES`."""
+    """Builder with one method per name in `NAMES`."""
 
     def __init__(self, engine: Engine):
         config = engine.config
@@ -75,66 +70,68 @@ class _Programs:
         self.critic = engine.critic
 
     def update(self) -> Program:
-        """One optimizer step on a mini-batch."""
         engine = self.engine
         state, index = placed(engine.state_shapes, engine.shardings), jax.ShapeDtypeStruct((), jnp.int32)
-        arguments = engine.objective, state, trained(engine).frozen, self._experience(), index
-        return Program(engine.update, arguments, {}, self.mesh)
+        arguments = engine.objective, state, trained(engine).frozen, self._batch(), index
+        return Program(engine.programs.update, arguments, {}, self.mesh)
 
     def score(self) -> Program:
-        """Scoring of a whole batch: the trainer's log-probs, the reference's, and the critic's values, as configured.
+        """Build the scoring of a batch.
 
-        A run that needs none of these, because log π_old is the sampler's, has no such program; it is planned as with
-        `training.old_logprobs="recompute"`.
+        A run without any scores is planned with `training.old_logprobs="recompute"`.
         """
         config, engine = self.config, self.engine
-        score = engine.score
+        score = engine.programs.score
         if not (config.training.old_logprobs == "recompute" or config.reference.kl_weight or self.critic):
             with jax.set_mesh(self.mesh):
                 score = engine_lib.make_score(config, engine.policy, None, recompute=True)
         critic = None
         if self.critic is not None:
             critic = placed(self.critic.shapes, mesh_lib.param_shardings(self.critic.shapes, self.mesh))
-        arguments = trained(engine), critic, reference(engine), self._rollout(), self._packing()
+        batch = Batch(rollout=self._rollout(self._places), packing=self._packing())
+        arguments = trained(engine), critic, reference(engine), batch
         return Program(score, arguments, {}, self.mesh)
 
+    def deal(self) -> Program:
+
+        def each(shape: tuple[int, ...], dtype: Any) -> Any:
+            return _rows(self.mesh, (self.rows, *shape), dtype)
+
+        return Program(self.engine.programs.deal, (self._rollout(each), self._packing()), {}, self.mesh)
+
     def sample_prefill(self) -> Program:
-        """Prefill of a batch's prompts; that of partial rollouts' prefixes is not planned."""
+        """Build the prefill of a batch's prompts, without partial rollouts' prefixes."""
         return self._prefill(self.prompts)
 
     def sample_decode(self) -> list[Program]:
-        """The decode loop of a sampling call, whole or, as `rollout.polled` runs a long one, in pieces.
+        """Build the decode loop, whole or in the pieces of `rollout.polled`.
 
-        With partial rollouts it has all prompts in flight, and in every slot a response whose prefix has half of the
-        longest possible length.
+        With partial rollouts all prompts are in flight, with prefixes of half the maximum length.
         """
         in_flight, sampler = self.config.sampling.partial.prompts, self.engine.sampler
         prompts, prefix, limits, min_ended = in_flight or self.prompts, None, None, 1.0
         responses = prompts * self.group
-        with jax.set_mesh(self.sampler_mesh):
-            options = sampler.decode_options(responses)
+        options = sampler.decode_options(responses)
         if in_flight is not None:
             min_ended = self.config.sampling.partial.share
             prefix = self._prefix(responses, slots=options["slots"])
             limits = _rows(self.sampler_mesh, (responses,), jnp.int32)
         prefill = self._prefill(prompts, prefix)
         graph, weights, _, keys, _ = prefill.arguments
-        with jax.set_mesh(self.sampler_mesh):
-            prefilled = decoder.prefill.eval_shape(*prefill.arguments, **prefill.options)
-            pieces = sampler.pieces(responses, min_ended)
+        prefilled = prefill.results()
         places = jax.tree.map(
             lambda spec, part: jax.tree.map(lambda _: NamedSharding(self.sampler_mesh, spec), part),
             decoder.prefilled_specs(prefix, "tensor"),
             prefilled,
         )
         inputs = placed(prefilled, places), keys, limits
-        if pieces is not None:
+        if (pieces := sampler.pieces(responses, min_ended)) is not None:
             return self._pieces(pieces, weights, inputs)
         options["min_ended"] = min_ended
         return [Program(decoder.decode, (graph, weights, *inputs), options, self.sampler_mesh)]
 
     def _pieces(self, decode: PolledDecode, weights: Weights, inputs: tuple[Any, ...]) -> list[Program]:
-        """The pieces of a decode; of those that move slots together only the first, which moves the most."""
+        """Build a decode's pieces, of the shrinks only the first and largest."""
         found: list[Program] = []
 
         def piece(function: Any, *carried: Any, **options: Any) -> Any:
@@ -173,35 +170,38 @@ class _Programs:
         return PackedPrefix(each, each, each, tokens, Spans(tokens, tokens, tokens))
 
     def reshard(self) -> Program:
-        """Cast and reshard of the weights that the sampler has a copy of."""
         sampler = self.engine.sampler
         return Program(sampler.reshard, (sampler.moved(trained(self.engine)),), {}, self.sampler_mesh)
 
-    def _rollout(self) -> Rollout:
-        rows, model = partial(_rows, self.mesh), self.model
-        B, S, T = self.rows, self.S, self.T
-        routed = (B, S + T, *model.route_shape)
-        kept = sampling.keeps_router_logprobs(self.config, model)
+    def _places(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return an array [M, Q, *shape] of a packed batch."""
+        places = self._packing().responses.shape
+        return jax.ShapeDtypeStruct((*places, *shape), dtype, sharding=NamedSharding(self.mesh, rows_lib.PLACES))
+
+    def _rollout(self, each: Callable[[tuple[int, ...], Any], Any]) -> Rollout:
+        """Build a rollout. `each` makes an array from one response's shape."""
+        S, T, model = self.S, self.T, self.model
+        routed = (S + T, *model.route_shape)
+        kept = players.keeps_router_logprobs(self.config, model)
         return Rollout(
-            prompts=rows((B, S), jnp.int32),
-            prompt_lengths=rows((B,), jnp.int32),
-            tokens=rows((B, T), jnp.int32),
-            mask=rows((B, T), jnp.bool_),
-            action_mask=rows((B, T), jnp.bool_),
-            truncated=rows((B,), jnp.bool_),
-            behaviour_logprobs=rows((B, T), jnp.float32),
-            logprobs=rows((B, T), jnp.float32),
-            routes=RouterRecord(rows(routed, model.expert_dtype), rows(routed, jnp.float32) if kept else None),
+            prompts=each((S,), jnp.int32),
+            prompt_lengths=each((), jnp.int32),
+            tokens=each((T,), jnp.int32),
+            mask=each((T,), jnp.bool_),
+            action_mask=each((T,), jnp.bool_),
+            truncated=each((), jnp.bool_),
+            behaviour_logprobs=each((T,), jnp.float32),
+            logprobs=each((T,), jnp.float32),
+            routes=RouterRecord(each(routed, model.expert_dtype), each(routed, jnp.float32) if kept else None),
         )
 
-    def _experience(self) -> Experience:
+    def _batch(self) -> Batch:
         config, objective = self.config, self.engine.objective
-        rollout, mask = self._rollout(), _rows(self.mesh, (self.rows, self.T), jnp.bool_)
-        tokens = _rows(self.mesh, mask.shape, jnp.float32)
+        rollout, tokens = self._rollout(self._places), self._places((self.T,), jnp.float32)
         recomputed = config.training.old_logprobs == "recompute"
         routes = None
         if recomputed and self.model.is_routed:
-            logprobs: Any = _rows(self.mesh, rollout.routes.experts.shape, jnp.float32)
+            logprobs = self._places(rollout.routes.experts.shape[2:], jnp.float32)
             routes = RouterRecord(rollout.routes.experts, logprobs)
         old = OldPolicy(
             tokens,
@@ -210,18 +210,18 @@ class _Programs:
             routes,
         )
         of_tokens = self.critic is not None or len(config.step_rewards) > 0
-        return Experience(
-            rollout,
-            mask=mask,
+        return Batch(
+            rollout=rollout,
+            packing=self._packing(),
             old=old,
-            advantages=tokens if of_tokens else _rows(self.mesh, (self.rows,), jnp.float32),
+            mask=self._places((self.T,), jnp.bool_),
+            advantages=tokens if of_tokens else self._places((), jnp.float32),
             returns=None if objective.critic is None else tokens,
             correction=None if learning.make_mismatch_correction(config) is None else tokens,
-            packing=self._packing(),
         )
 
     def _packing(self) -> Packing:
-        """The packing of a batch: its shapes do not depend on the lengths."""
+        """Return a packing. Its shapes do not depend on lengths."""
         nothing = np.zeros(self.rows, np.int32)
         packing = self.engine.packer(nothing, nothing)
         everywhere = mesh_lib.replicated(self.mesh)
@@ -229,25 +229,25 @@ class _Programs:
 
 
 def prefix_rows(config: ConfigDict, slots: int) -> tuple[int, int]:
-    """Rows of prefixes that a batch shard with so many slots is planned with, and their tokens: half a row a slot."""
+    """Return planned prefix rows per batch shard, half a row per slot, and tokens per row."""
     return prefixes.few(-(-slots // 2)), prefixes.row_tokens(
         config.data.max_prompt_length, config.sampling.max_response_length
     )
 
 
 def trained(engine: Engine) -> Weights:
-    """Shapes of the trainer's weights."""
+    """Return shapes of the trainer's weights."""
     return placed(engine.policy.shapes, mesh_lib.param_shardings(engine.policy.shapes, engine.meshes.trainer))
 
 
 def copied(engine: Engine) -> Weights:
-    """Shapes of the sampler's weights: its copy, beside frozen weights of the trainer's if it reads these."""
+    """Return shapes of the sampler's weights, including frozen ones shared with the trainer."""
     shapes = jax.eval_shape(engine.sampler.copied, engine.policy.shapes)
     return placed(shapes, mesh_lib.param_shardings(shapes, engine.meshes.sampler, mesh_lib.SAMPLER))
 
 
 def reference(engine: Engine) -> nnx.State | None:
-    """Shapes of the reference's parameters, as `setup.policy.reference_params` has them; None without a KL."""
+    """Return shapes of the reference's parameters, or None without a KL."""
     policy = engine.policy
     if not engine.config.reference.kl_weight:
         return None
@@ -258,12 +258,12 @@ def reference(engine: Engine) -> nnx.State | None:
 
 
 def shard_bytes(shapes: Any) -> int:
-    """Bytes per chip of a tree of shapes with shardings."""
+    """Return bytes per chip of sharded shapes."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
 
 def placed(shapes: Any, shardings: Any) -> Any:
-    """The shapes with shardings."""
+    """Attach shardings to shapes."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 

@@ -1,8 +1,7 @@
-"""What a chip attains in a second and what an operation takes at least: the figures that turn a program into seconds.
+"""Rates and latencies that turn costs into seconds.
 
-They stand here alone. For a chip that was never measured they are published peaks and assumptions, each with its source
-(`assumed`); `python -m gspo_jax.bench --calibrate=FILE` measures those of the attached devices (calibration.py), and
-`python -m gspo_jax.plan --rates=FILE` plans with them.
+`assumed` has published peaks and assumptions. `python -m gspo_jax.bench --calibrate=FILE` measures the attached devices
+(calibration.py), and `python -m gspo_jax.plan --rates=FILE` uses the result.
 """
 
 import dataclasses
@@ -21,23 +20,22 @@ class Rates:
     """Rates and latencies of one chip."""
 
     flops: float
-    """Flops per second of matmuls in bfloat16."""
+    """Bfloat16 matmul flops per second."""
     bandwidth: float
-    """Bytes per second to and from main memory (HBM)."""
+    """Main-memory (HBM) bytes per second."""
     links: float
-    """Bytes per second that the chip sends to its neighbours, over all links together."""
+    """Bytes per second sent over all links together."""
     operation: float = 0.0
-    """Least seconds of an operation, however little it does."""
+    """Minimum seconds of an operation."""
     collective: float = 0.0
-    """Least seconds of a collective, however little it sends."""
+    """Minimum seconds of a collective."""
     efficiency: float = 1.0
-    """Part of the time of a whole program that its operations, one by one at these rates, account for."""
+    """Sum of operation times over a program's time."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Where each of the figures above is from."""
+    """Source of each figure."""
 
 
 FIGURES = tuple(field.name for field in dataclasses.fields(Rates) if field.name != "sources")
-"""Names of the figures."""
 
 _PEAK = "published peak, docs.cloud.google.com/tpu"
 _OPERATION = 1.2e-6
@@ -56,13 +54,13 @@ _SOURCES = {
 
 
 def assumed(generation: str) -> Rates:
-    """Return the figures of a generation that was not measured."""
+    """Return the figures of an unmeasured generation."""
     chip = CHIPS[generation]
     return Rates(chip.flops, chip.bandwidth, chip.links, _OPERATION, _COLLECTIVE, _EFFICIENCY, _SOURCES)
 
 
 def write(path: Path, rates: Rates, *, generation: str) -> None:
-    """Write measured figures of a generation to a file, as JSON."""
+    """Write measured figures of a generation as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"generation": generation} | dataclasses.asdict(rates), indent=2) + "\n", "utf-8")
 
@@ -71,7 +69,7 @@ def read(path: Path, *, generation: str) -> Rates:
     """Return the figures in a file that `write` made.
 
     Raises:
-      UserError: the file cannot be read, a figure is missing or not positive, or they are another generation's.
+      UserError: the file is unreadable, a figure invalid, or the generation different.
     """
     again = "write it with python -m gspo_jax.bench --calibrate"
     try:

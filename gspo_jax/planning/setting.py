@@ -1,4 +1,4 @@
-"""A run on a TPU slice: each program's share of work, resident memory and lower bounds per chip."""
+"""A run on a TPU slice: per-chip work and lower bounds."""
 
 import dataclasses
 import math
@@ -26,11 +26,8 @@ class Setting:
     """A run's engine on chips of one generation."""
 
     engine: Engine
-    """The run's programs."""
     chip: Chip
-    """Memory, bandwidth and peak flops of one chip."""
     rates: Rates
-    """What a chip attains, and what its operations take at least."""
 
     @property
     def config(self) -> ConfigDict:
@@ -53,7 +50,7 @@ class Setting:
         return self.config.model.remat in transformer.LEAN
 
     def work(self, name: str) -> flops_lib.Work:
-        """A chip's share of a program's work; for `sample_decode`, of one step with all responses at full length."""
+        """Return per-chip work. `sample_decode`: one step, all responses at full length."""
         data, sampling = self.config.data, self.config.sampling
         P, G = data.prompts_per_batch, sampling.group_size
         S, T = data.max_prompt_length, sampling.max_response_length
@@ -63,14 +60,14 @@ class Setting:
         elif name == "sample_decode":
             slots = sampling.slots or rows
             whole = flops_lib.Work(slots, slots, slots * (S + T))
-        elif name == "reshard":
+        elif name in ("deal", "reshard"):
             whole = flops_lib.Work(0, 0, 0)
         else:
             whole = self._trained_work(name)
         return whole / self.mesh.size
 
     def _trained_work(self, name: str) -> flops_lib.Work:
-        """The work of an update or of scoring, on all chips together: all positions of rows predict something."""
+        """Return the work on all chips. Every row position predicts a token."""
         packer, size = self.engine.packer, self.row_size
         responses = self.config.data.prompts_per_batch * packer.group_size // packer.minibatches
         (turns, *_) = turns_at_full_length(responses // packer.shards, packer.row_lengths, **size)
@@ -82,18 +79,18 @@ class Setting:
 
     @property
     def row_size(self) -> dict[str, int]:
-        """Tokens of the longest prompt and response, and responses to a prompt."""
+        """Maximum prompt and response tokens, and responses per prompt."""
         data, sampling = self.config.data, self.config.sampling
         size = {"prompt": data.max_prompt_length, "response": sampling.max_response_length}
         return size | {"group_size": sampling.group_size}
 
     def expert_shards(self, name: str) -> int:
-        """Number of chips over which a program spreads the experts of a layer while it computes."""
+        """Return the number of chips that share a layer's experts."""
         meshes = self.engine.meshes
         return (meshes.sampler if name.startswith("sample") else meshes.trainer).shape["expert"]
 
     def filled(self, name: str) -> float:
-        """Fraction of the experts' buffer rows in use if load is balanced."""
+        """Return the used fraction of expert buffer rows under balanced load."""
         model, shards = self.model, self.expert_shards(name)
         if not model.is_routed:
             return 1.0
@@ -102,25 +99,25 @@ class Setting:
         return likely / room_for(2**20 * most, likely)
 
     def least_chips(self) -> int:
-        """Minimum chips whose HBM holds trainer state, gradients and frozen weights, under any sharding."""
+        """Return the fewest chips with HBM for trainer state, gradients and frozen weights."""
         state = self.engine.state_shapes
         trained = (state.params, None if state.critic is None else state.critic.params)
         held = nbytes((state, trained, self.engine.policy.shapes.frozen))
         return math.ceil(held / self.chip.memory)
 
     def formula(self, name: str) -> tuple[flops_lib.Flops, float]:
-        """Flops of a program's forward passes on one chip, by part, and how many times it runs those of attention."""
+        """Return per-chip forward flops by part, and the multiplier for attention."""
         work, config = self.work(name), self.config
         forward, passes = flops_lib.forward(self.model, work), 1
         if name == "score" and config.reference.kl_weight and config.training.old_logprobs == "recompute":
             forward = flops_lib.Flops(*(2 * part for part in forward))  # the policy's, and the reference's
-            passes += bool(self.engine.policy.adapter_folder)  # which has no adapters but those of a folder
+            passes += bool(self.engine.policy.adapter_folder)  # the reference's, if they come from a folder
         forward = forward._replace(adapters=passes * work.tokens * self._adapter_flops)
         return forward, 3.5 + self.recomputes if name == "update" else 1.0
 
     @property
     def _adapter_flops(self) -> float:
-        """Flops of the adapters for each token; 0 in full training."""
+        """Adapter flops per token, 0 in full training."""
         policy, total = self.engine.policy, 0.0
         if policy.adapters is None:
             return total
@@ -132,20 +129,22 @@ class Setting:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of the sampler's cache for a token's key, or value, of one head."""
+        """Sampler cache bytes of a token's key or value, per head."""
         cached = self.config.sampling.cache_dtype
         return head_bytes(self.model.head_dim, cached or self.engine.dtype, scaled=bool(cached))
 
     def least_bytes(self, name: str) -> float:
-        """Minimum HBM bytes per chip: its share of all weights once and, in a decode step, of the live KV cache.
+        """Return minimum HBM bytes per chip: its share of all weights and, in a decode step, the KV cache.
 
-        Trained weights are read in the compute dtype, frozen ones as they are stored. Of an embedding that is not the
-        head too, a program reads next to nothing.
+        Trained weights are read in the compute dtype, frozen ones as stored. Looking up an embedding costs nothing.
         """
         model, engine, chips = self.model, self.engine, self.mesh.size
         if name == "reshard":
             moved = engine.sampler.moved(engine.policy.shapes)
             return nbytes((moved, jax.eval_shape(engine.sampler.reshard, moved))) / chips
+        if name == "deal":
+            deal = programs.make(name, engine)[0]
+            return nbytes((deal.arguments, deal.results())) / chips
         weights = programs.copied(engine) if name.startswith("sample") else engine.policy.shapes
         read = sum(x.size * engine.dtype.itemsize for x in _multiplied(weights.trainable, model))
         read += nbytes(_multiplied(weights.frozen, model))
@@ -156,11 +155,11 @@ class Setting:
 
 
 def _multiplied(params: nnx.State, model: ModelConfig) -> list[Any]:
-    """The leaves of parameters, without an embedding that is only looked up."""
+    """Drop an embedding that is only looked up."""
     leaves = jax.tree.leaves_with_path(params)
     return [x for (first, *_), x in leaves if model.tie_word_embeddings or first != jax.tree_util.DictKey("embed")]
 
 
 def nbytes(shapes: Any) -> int:
-    """Bytes of a tree of shapes on all chips together, each array once."""
+    """Return global bytes, each array once."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))

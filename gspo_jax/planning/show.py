@@ -1,4 +1,4 @@
-"""A plan printed on the terminal."""
+"""Terminal output of a plan."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ def _print(console: Console, text: str, **style: Any) -> None:
 
 
 def show_header(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print slice, mesh and the minimum number of chips."""
+    """Print slice, mesh and minimum chips."""
     mesh = ", ".join(f"{axis} {size}" for axis, size in facts["mesh"].items())
     _print(
         console,
@@ -27,7 +27,7 @@ def show_header(console: Console, facts: Mapping[str, Any]) -> None:
 
 
 def show_program(console: Console, name: str, facts: Mapping[str, Any]) -> None:
-    """Print one program's memory, costs and warnings."""
+    """Print a program's memory, costs and warnings."""
     fits = "fits" if facts["fits"] else "DOES NOT FIT"
     _print(
         console,
@@ -46,7 +46,6 @@ def show_program(console: Console, name: str, facts: Mapping[str, Any]) -> None:
 
 
 def _show_costs(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print flops, collectives and times."""
     seconds, per = facts["seconds"], facts["per"]
     counts = ", ".join(f"{by} {count / 1e12:.2f}" for by, count in facts["flops_by"].items())
     _print(console, f"  Tflop per chip and {per}: {counts} ({facts['flops_apart']:.1%} apart)")
@@ -72,13 +71,13 @@ def _show_costs(console: Console, facts: Mapping[str, Any]) -> None:
 
 
 def show_cycles(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print one program's executed times beside the compiler's estimates, as a markdown table."""
+    """Print executed and estimated times as a markdown table."""
     for line in cycles_table(facts["cycles"]):
         _print(console, f"  {line}", markup=False)
 
 
 def cycles_table(found: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a markdown table of executed times beside the compiler's estimates, in ms."""
+    """Return a markdown table of executed and estimated times, in ms."""
     head = ["operation", "bound by", "count", "executed", "estimated", "ratio", "why"]
     rows = [
         [
@@ -99,12 +98,12 @@ def cycles_table(found: Mapping[str, Any]) -> list[str]:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a markdown table."""
+    """Return a markdown table's lines."""
     return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def show_iteration(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print the phases of an iteration, and what chips wait for in each."""
+    """Print an iteration's phases and waits."""
     _print(
         console,
         f"\n[bold]iteration[/bold] with lengths {facts['lengths']} (projected, not measured): "
@@ -124,7 +123,7 @@ def show_iteration(console: Console, facts: Mapping[str, Any]) -> None:
 
 
 def show_try(console: Console, one: Try) -> None:
-    """Print a line of the table of settings that were tried."""
+    """Print one tried setting."""
     seconds = "" if one.seconds is None else f"{one.seconds:.1f} s"
     free = "" if one.headroom is None else f"{one.headroom:.0%} free"
     changes = " ".join(f"{field}={value}" for field, value in one.changes.items()) or "as the config has it"

@@ -1,32 +1,31 @@
-"""Picture of an iteration: its phases one after the other, the decoder's slots in use, and what chips wait for."""
+"""Picture of an iteration: phases in sequence, decode slots in use, and waits."""
 
 import os
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gspo_jax.planning.iteration import PHASES, Iteration, Run, typical
-from gspo_jax.reporting.drawing import GREY, PALETTE, picture
+from gspo_jax.drawing import GREY, PALETTE, picture
+from gspo_jax.planning.iteration import PHASES, Iteration, Recipe, typical
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH, HEIGHT = 13.0, 7.2
-"""Size of the figure in inches."""
+"""Inches."""
 COLORS: dict[str, str] = dict(
     zip(PHASES, (PALETTE[6], PALETTE[5], PALETTE[0], PALETTE[4], PALETTE[3], PALETTE[2]), strict=True)
 )
-"""Colour of each phase."""
 WAITING = "#d9d9d9"
-"""Colour of what is no work."""
+"""Colour of time without work."""
 SHOWN = 0.005
-"""Least share of an iteration of what has a bar of its own."""
+"""Minimum share of an iteration for a bar."""
 
 
-def draw(run: Run, mean: Iteration, lengths: str, where: str, path: str | os.PathLike[str]) -> None:
-    """Draw a run's most typical iteration to a PNG file; `lengths` and `where` say of which responses, on which slice.
+def draw(run: Recipe, mean: Iteration, lengths: str, where: str, path: str | os.PathLike[str]) -> None:
+    """Draw a run's most typical iteration to a PNG file.
 
-    All that is drawn is of this one iteration; the note has the `mean` that it stands for.
+    `lengths` and `where` describe responses and slice. The note gives the `mean`.
     """
     iteration = typical(run, mean)
     with picture(path, width=WIDTH, height=HEIGHT) as figure:
@@ -49,7 +48,7 @@ def draw(run: Run, mean: Iteration, lengths: str, where: str, path: str | os.Pat
 
 
 def _spans(iteration: Iteration) -> list[tuple[str, float, float]]:
-    """Phases of one iteration with their begin and end; prefill and decode once for each sampling call."""
+    """Return (phase, begin, end), with prefill and decode once per sampling call."""
     (batch,) = iteration.sampled
     calls, seconds, at = batch.calls, iteration.by_phase, 0.0
     parts = [("reshard", seconds["reshard"])]

@@ -1,6 +1,6 @@
-"""Descriptions of TPU slices that are not attached, to compile for them ahead of time on any machine with libtpu.
+"""TPU slices that are not attached, for ahead-of-time compilation on any machine with libtpu.
 
-`with jax.set_mesh(topology_mesh("v5p:4x4x4", sizes)): lower(f, *shapes).compile()`. The result cannot be run.
+`with jax.set_mesh(topology_mesh("v5p:4x4x4", sizes)): lower(f, *shapes).compile()`. The result cannot run.
 """
 
 import dataclasses
@@ -26,23 +26,23 @@ ENVIRONMENT = {
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_STDERR_LOG_LEVEL": "3",
 }
-"""Environment variables read by libtpu when it is loaded: skip host discovery, allow sharing, log errors only."""
+"""libtpu's variables: skip host discovery, allow sharing, log errors only."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Peak figures of a TPU chip. Source: each generation's page on docs.cloud.google.com/tpu."""
+    """Peak figures, from each generation's page on docs.cloud.google.com/tpu."""
 
     flops: float
-    """Peak bfloat16 flops per second."""
+    """Bfloat16 flops per second."""
     bandwidth: float
-    """HBM bandwidth in bytes per second."""
+    """HBM bytes per second."""
     memory: int
-    """Bytes of HBM that the compiler grants a program."""
+    """HBM that the compiler grants a program, by its out-of-memory message."""
     links: float
-    """Bytes per second sent to neighbours over all ICI links together."""
+    """Bytes per second sent over all ICI links together."""
     clock: float
-    """Cycles per second: the peak over the flops that all matrix units complete in a cycle."""
+    """Cycles per second: peak flops over matrix-unit flops per cycle."""
 
 
 _GIB = 2**30
@@ -52,7 +52,6 @@ CHIPS = {
     "v5p": Chip(459e12, 2.765e12, int(95.74 * _GIB), 600e9, 1.75e9),
     "v6e": Chip(918e12, 1.638e12, int(31.25 * _GIB), 400e9, 1.75e9),
 }
-"""Chips by generation. `memory` is the limit that the compiler reports when a program does not fit."""
 
 KINDS = {
     "TPU v4": "v4",
@@ -63,23 +62,23 @@ KINDS = {
     "TPU v6 lite": "v6e",
     "TPU v6e": "v6e",
 }
-"""Generations by the device kinds that jax reports."""
+"""Generations by jax's device kind."""
 
 CLOUD_KINDS = {"v5litepod": "v5e"}
-"""Generations by their names in Cloud TPU's accelerator types, where these differ."""
+"""Generations by Cloud TPU name, if different."""
 
 _MEGACORE = {"v4": "v4", "v5p": "v5"}
-"""Generations whose chips are one device with two cores, in a 3D torus; values are libtpu's names."""
+"""libtpu's names of 3D-torus generations, with two cores per device."""
 
 _SINGLE = {"v5e": "v5e", "v6e": "v6e"}
-"""Generations whose chips form a 2D torus; values are libtpu's names."""
+"""libtpu's names of 2D-torus generations."""
 
 
 def generation(name: str) -> str:
-    """Return the generation of a slice, "v5p" for "v5p:4x4x4".
+    """Return a slice's generation, "v5p" for "v5p:4x4x4".
 
     Raises:
-      UserError: it is unknown, or the name is Cloud TPU's for a number of chips, such as "v5p-8".
+      UserError: it is unknown, or a Cloud TPU name such as "v5p-8".
     """
     known = name.partition(":")[0]
     if known in CHIPS:
@@ -93,9 +92,9 @@ def generation(name: str) -> str:
 
 
 def _in_chips(name: str, kind: str, chips: int, *, cores: int) -> str:
-    """Return one sentence that says how many chips Cloud TPU's name means, and how to write the slice here."""
+    """Explain Cloud TPU's name and how to write the slice here."""
     rank = 3 if kind in _MEGACORE else 2
-    sides = sorted(2 ** ((chips.bit_length() - 1 + i) // rank) for i in range(rank))  # Cloud TPU's: as equal as can be
+    sides = sorted(2 ** ((chips.bit_length() - 1 + i) // rank) for i in range(rank))  # as equal as Cloud TPU's
     write = f"{kind}:{'x'.join(map(str, [s for s in sides if s > 1] + [s for s in sides if s == 1]))}"
     if math.prod(sides) != chips:
         write = f"{kind}:{'x'.join('XYZ'[:rank])} with sides whose product is {chips}"
@@ -104,13 +103,13 @@ def _in_chips(name: str, kind: str, chips: int, *, cores: int) -> str:
 
 
 def describe(name: str, *, slices: int = 1) -> list[Any]:
-    """Return the devices of one or several slices such as "v5p:4x4x4" or "v6e:16x16".
+    """Return the devices of slices such as "v5p:4x4x4" or "v6e:16x16".
 
-    A side has wraparound links where the real slice does: for multiples of 4 in 3D, for multiples of 16 in 2D. Without
-    them, an all-gather over the whole slice would compile to something slower.
+    Sides wrap around as in real slices, at multiples of 4 in 3D and 16 in 2D. Otherwise whole-slice all-gathers would
+    compile to something slower.
 
     Raises:
-      UserError: the topology is unknown or malformed, or libtpu is not installed.
+      UserError: the topology is unknown or malformed, or libtpu is missing.
     """
     kind, sides = generation(name), name.partition(":")[2].split("x")
     known = {**_MEGACORE, **_SINGLE}
@@ -135,14 +134,14 @@ def describe(name: str, *, slices: int = 1) -> list[Any]:
 
 
 def topology_mesh(name: str, sizes: Mapping[str, int], *, slices: int = 1) -> Mesh:
-    """Return the mesh that a run would build on one or several described slices; see `mesh.make_mesh`.
+    """Return a run's mesh on described slices.
 
     Raises:
-      UserError: the slice is unknown, or the product of the sizes is not its number of devices.
+      UserError: the slice is unknown, or the sizes do not fit it.
     """
     return make_mesh(sizes, describe(name, slices=slices))
 
 
 def lower(f: Callable[..., Any], *shapes: Any) -> jax.stages.Lowered:
-    """Lower `jax.jit(f)` for TPU and the mesh in scope, from shapes (`jax.ShapeDtypeStruct` with shardings)."""
+    """Lower `jax.jit(f)` for TPU and the mesh in scope, from shapes with shardings."""
     return jax.jit(f).trace(*shapes).lower(lowering_platforms=("tpu",))

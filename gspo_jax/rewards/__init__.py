@@ -11,10 +11,10 @@ Reward = TypeVar("Reward", bound=Callable[..., Any])
 
 
 def own_process(reward: Reward) -> Reward:
-    """Decorate a reward function of one's own that may hang, crash or exhaust memory: workers call it, with a timeout.
+    """Mark a reward function that may hang, crash or exhaust memory, to run it in workers with a timeout.
 
-    A call that exceeds `scoring.timeout_s` is killed and has no score. The function sees few environment variables,
-    none of which may hold a secret, and an empty home folder; its module must not import jax.
+    A call beyond `scoring.timeout_s` is killed and has no score. The function sees few environment variables, none of
+    them secret, and an empty home folder. Its module must not import jax.
     """
     reward.__dict__["own_process"] = True
     return reward

@@ -1,8 +1,8 @@
-"""Code blocks of a response, by the rules of CommonMark (spec.commonmark.org, 4.4 and 4.5), in linear time.
+"""Code blocks of a response, by CommonMark (spec.commonmark.org, 4.4 and 4.5), in linear time.
 
-Fences count in lists and quotes as well as outside them. Three liberties, for what models write: a fence may stand
-behind a tag (`</think>```python`), and a closing one before a tag (`</answer>`, `<|im_end|>`); a line of a block in a
-list may begin left of the list; and a tag on a line of its own begins no HTML block, so that a fence may follow it.
+Fences count in lists and quotes too. Exceptions for what models write: tags may precede an opening fence
+(`</think>```python`) or follow a closing one (`</answer>`, `<|im_end|>`), lines of a block in a list may begin left of
+it, and a tag on its own line begins no HTML block.
 """
 
 import io
@@ -15,40 +15,38 @@ _OPENS = re.compile(r"(?:</?[\w|-]{1,40}>[ \t]*)*(?P<mark>`{3,}|~{3,})[ \t]*(?P<
 _CLOSES = re.compile(r"[ \t]*(?P<mark>`{3,}|~{3,})[ \t]*(?:<[^\s<>]{1,40}>[ \t]*)*[\r\n]*\Z")
 _MARKER = re.compile(r"(?:[-*+]|\d{1,9}[.)])(?=[ \t])")
 _BEGINS = frozenset("`~<>-*+0123456789")
-"""What a line that opens a container or a block begins with."""
+"""First characters of lines that open a container or block."""
 _PYTHON = re.compile(r"\{?[ .]*(?:i?python|py)[\d.]*(?![\w-])|[\w./-]+\.py\b", re.IGNORECASE)
 _DOCSTRINGS = ('"""', "'''")
 _TAB = 4
 _DEEPEST = 20
-"""Containers on one line; what is nested more deeply is no code that anybody would write."""
+"""Maximum nested containers on one line."""
 _MOST_BLOCKS = 16
-"""Blocks that may be the program, from the last on."""
+"""Maximum candidate blocks, counted from the last."""
 _MOST_LONGER = (4, 8)
-"""Blocks whose fences may be read otherwise, from the last on, and other ends that each may have."""
+"""Blocks tried with other ends, from the last, and other ends of each."""
 _MOST_CHARACTERS = 1 << 20
-"""Characters of all candidates together, behind the first."""
+"""Maximum characters of all other candidates together."""
 
 
 class _Fence(NamedTuple):
-    """A line that opens a block."""
-
     line: int
     mark: str
     info: str
     quotes: int
-    """Quotes that it stands in."""
+    """Depth of quotes around it."""
     within: int
-    """Column at which the list item that it stands in begins, 0 outside lists."""
+    """Column where its list item's content begins, 0 outside lists."""
     column: int
 
 
 def programs(text: str) -> list[str]:
-    """Return the blocks that may be a program, best first: tagged as Python or not tagged, the last one first.
+    """Return candidate programs, best first: Python or untagged blocks, the last one first.
 
-    A block that does not compile may end at another fence: at a later one if a docstring holds fences, or at one within
-    a line. So behind each block that is tagged as Python, or ends in a docstring, come those that begin with it and end
-    elsewhere. A first fence that has no tag may close a block which was opened before the text; what follows from that
-    comes last. Without any fence, blocks that are indented by four spaces count.
+    A block that does not compile may end at another fence: later if a docstring holds fences, or within a line. So
+    blocks tagged as Python or with an unclosed docstring are followed by versions with other ends. An untagged first
+    fence may close a block opened before the text. That reading comes last. Without any fence, blocks indented by four
+    spaces count.
     """
     lines = _lines(text)
     fenced = list(_blocks(lines))
@@ -69,7 +67,7 @@ def programs(text: str) -> list[str]:
 
 
 def left_open(text: str) -> str:
-    """Return what a text that ends within a block says from the block's fence on, or "" if it ends in none."""
+    """Return the block that the text leaves open, from its fence on, or ""."""
     lines = _lines(text)
     *_, last = (None, *_blocks(lines))
     if last is None or last[1] < len(lines) or not _may_be_python(last[0]):
@@ -79,7 +77,7 @@ def left_open(text: str) -> str:
 
 
 def last_of_text(text: str) -> str | None:
-    """Return the block that closes in the last line of a text, white space aside, if it may be a program."""
+    """Return the block that closes in the last line, if it may be a program."""
     lines = _lines(text.rstrip())
     *_, last = (None, *_blocks(lines))
     if last is None or last[1] != len(lines) - 1 or not _may_be_python(last[0]):
@@ -88,15 +86,15 @@ def last_of_text(text: str) -> str | None:
 
 
 def _lines(text: str) -> list[str]:
-    return list(io.StringIO(text, newline=""))  # str.splitlines would also split at form feeds
+    return list(io.StringIO(text, newline=""))  # str.splitlines also splits at form feeds
 
 
 def _blocks(lines: Sequence[str]) -> Iterator[tuple[_Fence, int]]:
-    """Yield each block: its fence, and the number of the line that closes it, or of the one behind the last."""
+    """Yield each block's fence and closing line number, len(lines) if left open."""
     if not any("```" in line or "~~~" in line for line in lines):
         return
     items: list[int] = []
-    """Columns at which the contents of list items begin, outermost first."""
+    """Content columns of open list items."""
     fence: _Fence | None = None
     for number, line in enumerate(lines):
         if fence is None:
@@ -112,7 +110,7 @@ def _blocks(lines: Sequence[str]) -> Iterator[tuple[_Fence, int]]:
 
 
 def _opened(number: int, line: str, items: list[int]) -> _Fence | None:
-    """Return the fence of a line that opens a block; `items` is brought up to date."""
+    """Return the fence if a line opens a block, and update `items`."""
     first = line.lstrip(" \t")[:1]
     if first not in _BEGINS:
         return None
@@ -153,9 +151,9 @@ def _may_be_python(fence: _Fence) -> bool:
 
 
 def _with_other_ends(lines: Sequence[str], fence: _Fence, end: int) -> list[str]:
-    """Return a block as it is if it ends at other marks behind its fence than the line `end`.
+    """Return versions of a block that end at other fences than the line `end`.
 
-    A mark in a comment is none, nor is one that opens a block of Python.
+    Fences in comments or of Python blocks do not count.
     """
 
     def ends(line: str) -> bool:
@@ -170,7 +168,6 @@ def _with_other_ends(lines: Sequence[str], fence: _Fence, end: int) -> list[str]
 
 
 def _content(lines: Sequence[str], fence: _Fence, end: int) -> str:
-    """Return what a block holds, without quote marks and the fence's indentation."""
     return "".join(
         _dedented(rest, fence.column)
         for line in lines[fence.line + 1 : end]
@@ -179,7 +176,6 @@ def _content(lines: Sequence[str], fence: _Fence, end: int) -> str:
 
 
 def _unquoted(line: str, quotes: int) -> str | None:
-    """Return a line without its quote marks; None if it has less."""
     for _ in range(quotes):
         line = line.lstrip(" ")
         if not line.startswith(">"):
@@ -189,7 +185,6 @@ def _unquoted(line: str, quotes: int) -> str | None:
 
 
 def _indent(line: str, column: int) -> tuple[int, str]:
-    """Return how many columns a line that begins at a column is indented by, and what follows."""
     rest, at = line.lstrip(" \t"), column
     for character in line[: len(line) - len(rest)]:
         at += 1 if character == " " else _TAB - at % _TAB
@@ -197,7 +192,6 @@ def _indent(line: str, column: int) -> tuple[int, str]:
 
 
 def _dedented(line: str, columns: int) -> str:
-    """Return a line without up to so many columns of its indentation."""
     if not columns:
         return line
     at = 0
@@ -209,9 +203,9 @@ def _dedented(line: str, columns: int) -> str:
 
 
 def _indented(lines: Sequence[str]) -> list[str]:
-    """Return the blocks of lines that are indented by four columns, each behind an empty line.
+    """Return blocks indented by four columns after an empty line.
 
-    A text that begins with one goes on with a function's body, and has none.
+    A text that begins indented continues a function's body and has none.
     """
     first = next((line for line in lines if not line.isspace()), "")
     if _indent(first[: _TAB + 1], 0)[0] >= _TAB:

@@ -1,11 +1,10 @@
-"""Rewards for programs: what the sandbox is asked about a completion, and the score that its verdict gives.
+"""Rewards for programs: requests to the sandbox, and scores from its verdicts.
 
-A function here takes (prompt, completion, record), returns a request to the sandbox, and does not run the program. The
-program is the last code block of the completion that is tagged as Python or not tagged and compiles (blocks.py finds
-them, the sandbox compiles), of those that define what is called, or print. Without one it is the completion, or the
-prompt and the completion if the record has a `test` and the completion does not define its `entry_point`.
-record["prelude"], if there is one, is run before it. Functions run in the trainer's process, so they must be linear in
-the completion's length. To add a reward, write a function here and list its name in `__all__`.
+A function here takes (prompt, completion, record) and returns a request. The program is the completion's last Python or
+untagged block that compiles, preferably one that defines what is called, or prints. Without blocks it is the
+completion, prefixed with the prompt if the record has a `test` and the completion does not define its `entry_point`.
+record["prelude"], if any, runs first. Functions run in the trainer's process, so they must be linear in the
+completion's length. Add new ones to `__all__`.
 """
 
 import builtins
@@ -28,15 +27,15 @@ _BINDS = re.compile(
     r"|(?P<assigned>[A-Za-z_]\w*(?: *[,=] *[A-Za-z_]\w*)*) *(?::[^=\n]*)?=(?!=)"
     r"|(?:from [\w.]+ )?import (?P<imported>\([^()]*|[^()\n]*))"
 )
-"""A line that gives names a value, by its look, behind the end of another; the one character is found fast."""
+"""A line that seems to bind names, from its line break, which is found fast."""
 _PRINTS = re.compile(r"print|write|stdout")
 
 
 def code_tests(prompt: str, completion: str, record: Record, *, timeout_s: float) -> Request:
     """Score 1 if the program passes all tests of its functions, else 0.
 
-    Tests are record["test"], which defines `check(candidate)`, for the function record["entry_point"], as in HumanEval;
-    or the asserts of record["test_list"], after record["test_setup_code"], as in MBPP.
+    Tests are record["test"], which defines `check(candidate)` for record["entry_point"], as in HumanEval, or the
+    asserts of record["test_list"], after record["test_setup_code"], as in MBPP.
     """
     whole = record.get("test") is not None
     tests = [record["test"]] if whole else list(record["test_list"])
@@ -53,16 +52,16 @@ def code_tests(prompt: str, completion: str, record: Record, *, timeout_s: float
 
 
 def code_tests_share(prompt: str, completion: str, record: Record, *, timeout_s: float) -> Request:
-    """Score the share of the tests of `code_tests` that the program passes."""
+    """Score the share of `code_tests` tests that pass."""
     return code_tests(prompt, completion, record, timeout_s=timeout_s)
 
 
 def code_stdin(prompt: str, completion: str, record: Record, *, timeout_s: float, stop: bool = True) -> Request:
-    """Score 1 if the program prints record["outputs"] for record["inputs"], read from standard input, else 0.
+    """Score 1 if the program prints record["outputs"] for record["inputs"] on standard input, else 0.
 
-    record["compare"] is how, by a function of sandbox/inside/compare.py: "token", the default, "exact", "number" or
-    "livecodebench"; or record["checker"] is the source of a function `check(input, expected, output)`, which runs in
-    the sandbox too. Each input has `timeout_s`.
+    record["compare"] names a comparison of sandbox/inside/compare.py: "token" (default), "exact", "number" or
+    "livecodebench". Alternatively, record["checker"] is the source of `check(input, expected, output)`, also run in the
+    sandbox. Each input has `timeout_s`.
     """
     asked = {
         "inputs": list(record["inputs"]),
@@ -75,12 +74,12 @@ def code_stdin(prompt: str, completion: str, record: Record, *, timeout_s: float
 
 
 def code_stdin_share(prompt: str, completion: str, record: Record, *, timeout_s: float) -> Request:
-    """Score the share of the inputs of `code_stdin` for which the program prints what is expected."""
+    """Score the share of `code_stdin` inputs with the expected output."""
     return code_stdin(prompt, completion, record, timeout_s=timeout_s, stop=False)
 
 
 def score(name: str, verdict: Verdict) -> float:
-    """Return the score that a verdict gives to the reward `name`."""
+    """Return the reward `name` for a verdict."""
     share = sum(verdict.passed) / max(1, len(verdict.passed))
     return share if name.endswith("_share") else float(share == 1)
 
@@ -88,11 +87,11 @@ def score(name: str, verdict: Verdict) -> float:
 def programs_of(
     prompt: str, text: str, tests: Sequence[str] = (), entry_point: str | None = None, given: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Return the sources in a text that may be its program, best first; the sandbox takes the first that compiles.
+    """Return candidate sources of the program, best first. The sandbox takes the first that compiles.
 
-    First come those that define the entry point, or a function that the tests call; without tests, those that print. A
-    text that does not define the entry point goes on from one of `given`, which do, as its blocks may; or else from the
-    prompt. A block that the prompt leaves open goes on in the text.
+    First come sources that define the entry point or a function that the tests call. Without tests, sources that print
+    come first. A text without the entry point continues each of `given` (as do its blocks), or else the prompt. A block
+    left open by the prompt continues in the text.
     """
     opened = blocks.left_open(prompt)
     found = [*(blocks.programs(opened + text) if opened else ()), *blocks.programs(text)]
@@ -100,7 +99,7 @@ def programs_of(
     if entry_point is not None and not defines(text, {_name(entry_point)}):
         whole = [source + text for source in given or [prompt]]
         found += [source + block for source in given for block in found]
-    found = [*whole, *found]  # fences in a text that compiles stand in its docstrings
+    found = [*whole, *found]  # fences in it are in docstrings
     if entry_point is None and not tests:
         return tuple(sorted(found, key=lambda source: not _PRINTS.search(source)))
     names = {_name(entry_point)} if entry_point else called_by(tests)
@@ -108,9 +107,9 @@ def programs_of(
 
 
 def given_by(prompt: str, record: Record) -> tuple[str, ...]:
-    """Return the question, if it defines the entry point, and its blocks that do, as it may be in words."""
+    """Return the question and its blocks, where they define the entry point."""
     names = {_name(record["entry_point"])}
-    # The prompt itself may be a conversation, of which the question is a part.
+    # The prompt may be a conversation.
     for text in (record.get("prompt"), record.get("question"), prompt):
         if isinstance(text, str) and defines(text, names):
             return (text, *(block for block in blocks.programs(text) if defines(block, names)))
@@ -118,16 +117,15 @@ def given_by(prompt: str, record: Record) -> tuple[str, ...]:
 
 
 def called_by(tests: Sequence[str]) -> set[str]:
-    """Return the names that tests call by their look, but for builtins beside others."""
+    """Return the names that tests seem to call, without builtins unless there are only those."""
     called = {name for test in tests for name in _CALLED.findall(test)}
     return called.difference(vars(builtins)) or called
 
 
 def _distance(source: str, names: set[str]) -> int:
-    """Return 0 if a source defines one of the names at its top level, 1 if it binds one elsewhere, 2 if it does not.
+    """Return 0 if a source seems to define one of the names at top level, 1 if it binds one elsewhere, else 2.
 
-    This goes by the look of its lines; it is not parsed. Methods bind their names elsewhere, and so do imports, which
-    may be those of an example.
+    Imports count as elsewhere: they may belong to an example.
     """
     nearest = 2
     for line in _BINDS.finditer(f"\n{source}"):
@@ -138,10 +136,9 @@ def _distance(source: str, names: set[str]) -> int:
 
 
 def defines(source: str, names: set[str]) -> bool:
-    """Return whether a source defines one of the names at its top level, by its look."""
+    """Return True if a source seems to define one at top level."""
     return _distance(source, names) == 0
 
 
 def _name(entry_point: str) -> str:
-    """Return the name that an entry point such as `Solution().solve` begins with."""
     return re.split(r"\W", entry_point, maxsplit=1)[0]

@@ -1,4 +1,4 @@
-"""What is wrong with a record that programs are to be judged by, told before any program is.
+"""Defects of records for code rewards, found before any program runs.
 
 The sandbox finds the rest, such as tests that do not compile.
 """
@@ -15,16 +15,13 @@ from gspo_jax.rewards.code import Record, called_by, defines, given_by
 from gspo_jax.sandbox.inside.compare import COMPARISONS
 
 _MOST_CHARACTERS = 1 << 20
-"""Characters of a source that is read for its imports; what a longer one lacks, the sandbox finds."""
+"""Maximum length of a source searched for imports."""
 _OURS = frozenset({"__main__", "program", "test", "tests"})
-"""Modules beside those of `sys.stdlib_module_names` that a test finds."""
+"""Modules outside the standard library that a test finds."""
 
 
 def defect(name: str, prompt: str, record: Record) -> str:
-    """Return what is wrong with a record for the reward `name`, in words that begin with a field; "" if nothing is.
-
-    Only the first defect is looked for: what is read next relies on what was found to be right.
-    """
+    """Return a record's first defect for the reward `name`, beginning with a field, or "" if it has none."""
     defects = _of_whole_programs(record) if name.startswith("code_stdin") else _of_functions(prompt, record)
     return next(defects, "")
 
@@ -70,7 +67,6 @@ def _of_functions(prompt: str, record: Record) -> Iterator[str]:
 
 
 def _not_texts(record: Record, field: str) -> Iterator[str]:
-    """Yield what is wrong with a list of texts that has to be there."""
     value = record.get(field)
     if value is None:
         yield f"{field} is missing"
@@ -84,7 +80,6 @@ def _not_texts(record: Record, field: str) -> Iterator[str]:
 
 
 def _not_source(record: Record, field: str) -> Iterator[str]:
-    """Yield what is wrong with a text that may be missing, and the module that it lacks."""
     value = record.get(field)
     if value is not None and not isinstance(value, str):
         yield f"{field} is of type {_type(value)} instead of a text"
@@ -101,22 +96,20 @@ def _checker_defect(source: str) -> str:
 
 
 def _bound(node: ast.AST) -> tuple[str | None, ...]:
-    """Return the names that a node of a syntax tree itself gives to something."""
     if isinstance(node, ast.Name):
         return (node.id,) if isinstance(node.ctx, ast.Store) else ()
     return getattr(node, "asname", None), getattr(node, "name", None)
 
 
 def _lacking(field: str, source: str) -> Iterator[str]:
-    """Yield that a source lacks a module."""
     if "import" in source and len(source) <= _MOST_CHARACTERS and (module := _missing_module(source)):
         yield f"{field} imports {module} from outside the standard library"
 
 
 @functools.lru_cache(maxsize=256)
 def _missing_module(source: str) -> str:
-    """Return the first module that a source imports whatever happens, and that is not the standard library's."""
-    tree = _parsed(source) or _parsed(f"{source}\n    pass")  # a prompt may end where a body is to begin
+    """Return the first module outside the standard library that a source always imports."""
+    tree = _parsed(source) or _parsed(f"{source}\n    pass")  # a prompt may end before a body
     names: list[str] = []
     for node in () if tree is None else tree.body:
         if isinstance(node, ast.Import):
@@ -128,7 +121,6 @@ def _missing_module(source: str) -> str:
 
 
 def _parsed(source: str, mode: str = "exec") -> Any:
-    """Return the syntax tree of a source; None if it does not compile."""
     try:
         with warnings.catch_warnings(action="ignore"):
             return ast.parse(source, mode=mode)
@@ -137,7 +129,7 @@ def _parsed(source: str, mode: str = "exec") -> Any:
 
 
 def _begun(prompt: str, record: Record) -> Sequence[str]:
-    """Return the question, and its blocks, that begin a function which the tests of `test_list` call."""
+    """Return the question and its blocks that begin a function called by `test_list`."""
     question = record.get("question")
     text = question if isinstance(question, str) else prompt
     if "import" not in text:

@@ -1,6 +1,6 @@
-r"""Whether an answer and its reference are the same, by how they are written: numbers, choices and texts.
+"""Comparison of answers with references by their notation: numbers, choices and texts.
 
-What takes mathematics, such as 1/2 and 0.5, is left to math-verify (isolated.py).
+Mathematical equality, such as 1/2 and 0.5, is left to math-verify (isolated.py).
 """
 
 import re
@@ -10,29 +10,28 @@ from gspo_jax.rewards.quantities import HEDGES, REASONS, TAIL, number
 
 _CHOICE = re.compile(r"(?:(?i:option|choice)\s+)?(?:[(\[]\s*([A-Ja-j])(?=\s*[)\]])|([A-Ja-j]))(.*)")
 _ITS_TEXT = re.compile(r"\s*(?:$|[)\].:]{1,2}(?=\s*$|\s+(?!or\b)[^\s+*/^=<>]))")
-"""What stands behind a choice's letter: nothing, or its text, as in "C) twelve" and "(C) twelve"."""
+"""After a choice's letter: nothing or its text, as in "C) twelve" and "(C) twelve"."""
 _ITS_REMARK = re.compile(
     rf"{_ITS_TEXT.pattern}|\s*[)\]]?(?:\s*[,;—]\s*\S|\s+-+\s*[A-Za-z]{{2}}|\s+\([^()]*\)\s*$"
     rf"|\s+(?:{REASONS}|for\b|with\b|is\s+(?:the\s+)?(?:correct|right)\b))"
 )
-"""The same, or a remark on it: "C, which is twelve" and "C because …"."""
-_ANOTHER_CHOICE = re.compile(  # or D | , (D) | /D
+"""The same, or a remark: "C, which is twelve", "C because …"."""
+_ANOTHER_CHOICE = re.compile(  # or D | /D
     rf"\s*[)\]]?(?:\s*(?:[,;/&|+]|\(?{HEDGES}|both\b|option\b|choice\b))++\s*[(\[]?"
     r"(?!i\.e)(?:[A-HJ](?![\w'’])|[A-Ja-j](?=\s*(?:$|[)\].,;/&]|(?:and|or)\b)))"
 )
 BOUND = re.compile(r"[<>≤≥]|\\(?:[lg](?:e|eq|t|eqslant)|leqslant|geqslant)(?![A-Za-z])")
-"""How a bound begins: > 5 | \\le 5."""
+r"""Beginning of a bound: > 5 | \le 5."""
 _SPACES = re.compile(r"\s*([^\w\s])\s*")
 _NAME = re.compile(r"[^\W\d_]{2,}(?:[ ,.'’-]+[^\W\d_]+)*")
 
 
 def same(answer: str, reference: str) -> bool | None:
-    """Return whether an answer is the same as the reference, by how both are written; None if mathematics has to say.
+    """Return True if the two are written alike, False if they surely differ, None if mathematics must decide.
 
-    Numbers are the same if their values are: 1,234.0 is 1234, 5k is 5000, and units do not count. If one of them alone
-    has a percent sign, it may stand for its hundredth: 50% is 50, and 0.5. Choices are the same by their letters: C,
-    (C), "C) twelve" and "C, not D". A bound such as > 5 is no number. Otherwise only equal texts are the same, names in
-    any case.
+    Numbers compare by value: 1,234.0 is 1234, 5k is 5000, and units do not count. A percent sign on only one may mean
+    its hundredth: 50% is 50, and 0.5. Choices compare by letter: C, (C), "C) twelve" and "C, not D". Bounds such as > 5
+    are not numbers. Other texts must be equal, names in any case.
     """
     if answer == reference:
         return True
@@ -58,7 +57,7 @@ def same(answer: str, reference: str) -> bool | None:
 
 
 def canonical(answer: str) -> str:
-    """Return the one form of an answer's number, choice or text, in which answers are counted."""
+    """Return an answer's number, choice or text in canonical form."""
     value = number(answer)
     if value is not None:
         return f"{value.value.normalize():f}"
@@ -67,7 +66,6 @@ def canonical(answer: str) -> str:
 
 
 def _choice(text: str, behind: re.Pattern[str]) -> str:
-    """The letter of a choice, with such things behind it; "" if a text is none, or more than one."""
     found = _CHOICE.fullmatch(text)
     if found is None or not behind.match(found[3]) or _ANOTHER_CHOICE.match(found[3]):
         return ""

@@ -1,8 +1,8 @@
 """Environments for multi-turn episodes: (prompt, completion, record) -> the reply, or None to end the episode.
 
-`completion` is everything since the prompt, earlier replies included. Environments run in the trainer's process, so
-they must not hang; one of SANDBOXED returns a program instead, and what that prints in the sandbox is the reply
-(replies.py). To add one, write a function here and list its name in `__all__`.
+`completion` is everything since the prompt, including earlier replies. Environments run in the trainer's process, so
+they must not hang. Those in SANDBOXED return a program, and its output in the sandbox is the reply (replies.py). Add
+new ones to `__all__`.
 """
 
 import re
@@ -19,7 +19,6 @@ from gspo_jax.rewards.scorer import check_names
 __all__ = ["calculator", "countdown_feedback", "python"]
 
 SANDBOXED = ("python",)
-"""Environments whose text is a program for the sandbox."""
 
 Environment = Callable[[str, str, Record], str | None]
 
@@ -28,10 +27,10 @@ _EXPRESSION_BEFORE_EQUALS = re.compile(rf"(?<![0-9+\-*/().])[0-9+\-*/().]{{1,{MA
 
 
 def calculator(prompt: str, completion: str, record: Record) -> str | None:
-    """Reply to a trailing `=` with the value of the expression before it, `15` after `7+8=`; otherwise end the episode.
+    """Reply to a trailing `=` with the value of the expression before it, `15` after `7+8=`, otherwise end the episode.
 
-    The reply is empty if the expression has anything but whole numbers, + - * / and brackets, or divides by zero. Needs
-    "=" in sampling.stop_ids.
+    The reply is empty for division by zero and anything but whole numbers, + - * / and brackets. Needs "=" in
+    sampling.stop_ids.
     """
     del prompt, record
     if not completion.endswith("="):
@@ -44,10 +43,10 @@ def calculator(prompt: str, completion: str, record: Record) -> str | None:
 
 
 def countdown_feedback(prompt: str, completion: str, record: Record) -> str | None:
-    r"""Reply to a wrong countdown answer with its value and the question again; end the episode after a right one.
+    r"""Reply to a wrong countdown answer with its value and the question again, and end the episode after a right one.
 
-    Replies look like `\n8 is wrong. 22 from 3 5 7:`, or `\nwrong. 22 from 3 5 7:` if the answer is not an expression
-    that uses each number once.
+    Replies look like `\n8 is wrong. 22 from 3 5 7:`, or `\nwrong. 22 from 3 5 7:` if the answer does not use each
+    number once.
     """
     answer = final_answer(prompt, completion)
     value = None if answer is None else expression_value(answer, record["numbers"])
@@ -58,20 +57,19 @@ def countdown_feedback(prompt: str, completion: str, record: Record) -> str | No
 
 
 def python(prompt: str, completion: str, record: Record) -> str | None:
-    """Return the block of Python, or without a tag, that a turn ends in, to be run; end the episode if there is none.
+    """Return the Python or untagged block that ends a turn, to be run, or end the episode if there is none.
 
-    The reply is what the program prints, and after an error the error's last line; see replies.py. Each block is a
-    program of its own, without the variables of earlier blocks.
+    The reply is the program's output, and the last line of its error (replies.py). Blocks do not share variables.
     """
     del prompt, record
     return blocks.last_of_text(completion)
 
 
 def find(name: str, own: Mapping[str, str] | None = None) -> Environment:
-    """Return the environment called `name`, of this module or of `own`, which maps names to references.
+    """Return the environment `name` of this module or of `own` (name -> reference).
 
     Raises:
-      UserError: the name is unknown; the message lists the known ones.
+      UserError: the name is unknown.
       BadReference: its reference leads to no function.
     """
     own = own or {}

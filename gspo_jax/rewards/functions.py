@@ -1,8 +1,7 @@
-r"""Reward functions that run in the trainer's process: (prompt, completion, record) -> score.
+"""Reward functions that run in the trainer's process: (prompt, completion, record) -> score.
 
-They must be cheap and must not hang; anything that may take long belongs in isolated.py. They run beside the main
-thread and hold the interpreter lock: they cannot set signal handlers, and they delay the trainer's own Python code.
-What a completion's answer is, answers.py says. To add a reward, write a function here and list its name in `__all__`.
+They must be cheap and must not hang. Slow ones belong in isolated.py. They run in another thread under the interpreter
+lock: they cannot set signal handlers, and they delay the trainer's Python code. Add new functions to `__all__`.
 """
 
 import ast
@@ -35,8 +34,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 def exact_answer(prompt: str, completion: str, record: Record) -> float:
     """Score 1 if the final answer is written like record["answer"], else 0.
 
-    As `comparison.same` compares them: numbers by their values, choices by their letters, anything else as text.
-    Raises ValueError if record["answer"] is empty.
+    `comparison.same` compares numbers by value, choices by letter, anything else as text. Raises ValueError if
+    record["answer"] is empty.
     """
     answer, reference = final_answer(prompt, completion), record["answer"]
     if not reference.strip():
@@ -45,10 +44,10 @@ def exact_answer(prompt: str, completion: str, record: Record) -> float:
 
 
 def answer_format(prompt: str, completion: str, record: Record) -> float:
-    r"""Score 1 if the completion has exactly one final answer, else 0, whether or not it is right.
+    r"""Score 1 if the completion has exactly one final answer, right or wrong, else 0.
 
-    That is either one `####` followed by a number or an arithmetic expression up to the end of the completion, or one
-    `\boxed{}` that is not empty. Thoughts do not count, and one that is left open scores 0.
+    That is one `####` with a number or arithmetic expression up to the end, or one nonempty `\boxed{}`. Thoughts do not
+    count, and an unclosed thought scores 0.
     """
     del record
     part = answer_part(prompt, completion)
@@ -69,14 +68,14 @@ def answer_format(prompt: str, completion: str, record: Record) -> float:
 def countdown(prompt: str, completion: str, record: Record) -> float:
     """Score 1 if the final answer uses each of record["numbers"] exactly once and equals record["target"], else 0.
 
-    Expressions may use + - * / and brackets and are evaluated exactly; a trailing `= 22` is ignored.
+    Expressions may use + - * / and brackets and are evaluated exactly. A trailing `= 22` is ignored.
     """
     answer = final_answer(prompt, completion)
     return float(answer is not None and expression_value(answer, record["numbers"]) == Fraction(record["target"]))
 
 
 def expression_value(answer: str, numbers: str) -> Fraction | None:
-    """Return the value of an expression that uses each of `numbers`, such as "3 5 7", exactly once, else None.
+    """Return the value of an expression that uses each of `numbers` ("3 5 7") exactly once, else None.
 
     A trailing `= 22` is ignored.
     """
@@ -89,13 +88,13 @@ def expression_value(answer: str, numbers: str) -> Fraction | None:
 
 
 def evaluate(text: str, used: list[int] | None = None) -> Fraction | None:
-    """Return the exact value of an expression, or None if it has anything but whole numbers, + - * / and brackets.
+    """Return the exact value of an expression of whole numbers, + - * / and brackets, else None.
 
     Append the numbers to `used`. Also None on division by zero.
     """
     try:
         return _evaluate(ast.parse(text, mode="eval").body, [] if used is None else used)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):  # MemoryError: nested too deeply
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):  # MemoryError: too deep
         return None
 
 
@@ -105,7 +104,6 @@ def ascii_operators(text: str) -> str:
 
 
 def _evaluate(node: ast.expr, used: list[int]) -> Fraction:
-    """Evaluate a syntax tree of whole numbers, appending them to `used`; raises ValueError for any other node."""
     match node:
         case ast.Constant(value=int(value)):
             used.append(value)

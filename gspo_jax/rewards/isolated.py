@@ -1,8 +1,7 @@
-"""Reward functions that may hang or exhaust memory on a hostile answer; they run only in killable worker processes.
+"""Reward functions that may hang or exhaust memory on hostile answers. They run only in killable workers.
 
-Workers import this module, so it must not import jax. Of the environment variables, they see those that pool.py lists,
-and `HOME` is an empty folder. To add a reward, write a function here and list its name in `__all__`. Where a verdict is
-certain without a call, certain.py gives it.
+Workers import this module, so it must not import jax. They see few environment variables (pool.py) and an empty `HOME`.
+certain.py skips calls with a certain verdict. Add new functions to `__all__`.
 """
 
 import logging
@@ -21,14 +20,13 @@ from gspo_jax.thoughts import answer_part
 
 __all__ = ["math_verify", "math_verify_flexible"]
 
-# Silences the warning that its own timeouts are off. They rely on signals, which work only in the main thread; killing
-# the process is more reliable.
+# Silences a warning that its timeouts are off. They need signals, which work only in the main thread.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 parse("$1$", parsing_timeout=None)  # type: ignore[arg-type]  # builds its tables before the first deadline starts
 
 _DIGITS = r"(?<![0-9.,\\])[0-9]++(?:,[0-9]{3})*+(?:\.[0-9]++)?+"
-_IN_TEXT = re.compile(  # 5 million | $5k | sold 5k, but not the variable of 2 + 5k
+_IN_TEXT = re.compile(  # 5 million | $5k | sold 5k, but not 2 + 5k
     rf"(?:{CURRENCY})?{_DIGITS}(?:[\s~-]|\\[,;: ])*+(?:\\text\{{\s*)?{SCALE_WORDS}(?![^\W_])\}}?"
     rf"|(?:{CURRENCY}|(?<=[A-Za-z]{{2}}\s)){_DIGITS}(?:[kKMB]|bn|mn)(?![\w-])(?!\s*[+*/=^<>\\$)}}])"
 )
@@ -54,17 +52,12 @@ _DELIMITER = re.compile(r"(?<!\\)\$|\\[([]|\\boxed")
 
 
 def math_verify(prompt: str, completion: str, record: dict[str, Any]) -> float:
-    r"""Score 1 if the final answer is mathematically equal to record["answer"] (1/2 is 0.5), else 0.
+    """Score 1 if the final answer is mathematically equal to record["answer"] (1/2 is 0.5), else 0.
 
-    The final answer has to be announced, see `answers.announced`, and nothing else is read. math-verify decides where
-    the two are written differently. Raises ValueError if it cannot parse record["answer"].
+    Only an announced answer counts (`answers.announced`). math-verify compares answers that are written differently.
+    Raises ValueError if it cannot parse record["answer"].
     """
-    score = certain.math_verify(prompt, completion, record)
-    if score is not None:
-        return score
-    found = announced(answer_part(prompt, completion) or "")
-    assert found is not None  # the score would be 0
-    return verified(found, record["answer"])
+    return _checked(certain.math_verify, prompt, completion, record)
 
 
 def math_verify_flexible(prompt: str, completion: str, record: dict[str, Any]) -> float:
@@ -72,23 +65,21 @@ def math_verify_flexible(prompt: str, completion: str, record: dict[str, Any]) -
 
     Raises ValueError if math-verify cannot parse record["answer"].
     """
-    score = certain.math_verify_flexible(prompt, completion, record)
+    return _checked(certain.math_verify_flexible, prompt, completion, record)
+
+
+def _checked(decide: certain.Decider, prompt: str, completion: str, record: dict[str, Any]) -> float:
+    score = decide(prompt, completion, record)
     if score is not None:
         return score
     part = answer_part(prompt, completion) or ""
-    found = announced(part)
-    if found is not None:
-        return verified(found, record["answer"])
-    return _verified(_plain_numbers(part), record["answer"])
-
-
-def verified(answer: Announcement, reference: str) -> float:
-    """Return math-verify's own verdict on an announced answer."""
-    return _verified(_said(answer), reference)
+    found = announced(part)  # never None for `math_verify`: its score is certain then
+    said = _plain_numbers(part) if found is None else _said(found)
+    return _verified(said, record["answer"])
 
 
 def _said(answer: Announcement) -> str:
-    """A text in which math-verify finds this answer; of a sentence with digits the one number or formula it states."""
+    """Return text in which math-verify finds the answer. A sentence is reduced to its one number or formula."""
     said, in_math = answer.text, answer.boxed
     if number(said) is None and _DIGIT.search(said) and _is_sentence(answer):
         said, in_math = stated(said), True
@@ -100,7 +91,7 @@ def _said(answer: Announcement) -> str:
 
 
 def _is_sentence(answer: Announcement) -> bool:
-    """Return whether an answer has words; letters that stand together in math mode are variables."""
+    """Return True if an answer has words. Adjacent letters in math mode are variables."""
     if "\\begin" in answer.text:
         return False
     if answer.boxed:
@@ -116,7 +107,7 @@ def _verified(text: str, reference: str) -> float:
 
 
 def _tiny_and_different(gold: list[Any], said: list[Any]) -> bool:
-    """Return whether two numbers differ that both are 0 in the six decimals to which math-verify rounds."""
+    """Return True if two numbers differ but both round to 0 at math-verify's six decimals."""
     if not all(isinstance(one[0], Expr) and one[0].is_comparable for one in (gold, said)):
         return False
     right, other = gold[0].evalf(), said[0].evalf()
@@ -130,7 +121,7 @@ def _parse_reference(answer: Any) -> list[Any]:
     return _parse_text(answer)
 
 
-@lru_cache(maxsize=1 << 12)  # a group shares its reference, and parsing it takes as long as parsing a response
+@lru_cache(maxsize=1 << 12)  # a group shares its reference
 def _parse_text(answer: str) -> list[Any]:
     value = number(answer)
     text = _as_latex(answer) if value is None else _digits(value)
@@ -141,13 +132,11 @@ def _parse_text(answer: str) -> list[Any]:
 
 
 def _plain_numbers(text: str) -> str:
-    """Return a text whose numbers math-verify reads as a person does: without currency, in plain digits."""
     text = _GROUPS.sub("", _ESCAPED_DOLLAR.sub("", text).replace("\u2212", "-"))
     return _IN_TEXT.sub(_in_digits, text)
 
 
 def _as_latex(text: str) -> str:
-    """Return an answer or a reference with plain numbers, without the dollars of prices, and with signs as LaTeX."""
     text = _plain_numbers(spelled(text))
     if not _NO_PRICE.search(text):
         text = text.replace("$", "")
@@ -156,12 +145,10 @@ def _as_latex(text: str) -> str:
 
 
 def _is_formula(text: str) -> bool:
-    r"""Return whether a text is a formula without delimiters, as `2\sqrt{3}` or "x + 1", and has no other words."""
     return _PROSE.search(_COMMAND.sub(" ", text)) is None and not _DECIMAL_COMMA.fullmatch(text)
 
 
 def _digits(number: Number) -> str:
-    """Return a number in plain digits, in LaTeX."""
     name = f"{number.name} = " if number.name else ""
     return f"{name}{number.value:f}" + ("\\%" if number.percent else "")
 

@@ -1,15 +1,15 @@
-r"""How answers are written: plain text from LaTeX, Markdown and Unicode."""
+"""Plain text of answers written in LaTeX, Markdown or Unicode."""
 
 import re
 import unicodedata
 
 MAX_CHARACTERS = 200
-"""Maximum characters of a final answer, or of a number in a step. Longer ones score 0: every function stays linear."""
+"""Maximum characters of a final answer or number. Longer ones score 0, which keeps every function linear."""
 DECORATION = "\u220e\u25a0\u25a1\u25fb\u25fc\u2600-\u27bf\u2b00-\u2bff\ufe0f\U0001f000-\U0001faff"
-"""Characters that only adorn an answer, such as ticks and faces, for a set of a pattern."""
+"""Decorative characters such as ticks and emoji, for a regex character class."""
 
 _CHARACTERS = str.maketrans(
-    dict.fromkeys("\u2212\u2013\ufe63\uff0d", "-")  # minus signs and the dash that stands for one
+    dict.fromkeys("\u2212\u2013\ufe63\uff0d", "-")  # minus signs, and the dash used as one
     | dict.fromkeys("\u00a0\u2002\u2003\u2007\u2008\u2009\u200a\u202f\u3000\n\u2028\u2029\t~", " ")
     | dict.fromkeys("\u2018\u2019", "'")
     | dict.fromkeys("\u201c\u201d", '"')
@@ -30,7 +30,7 @@ _LATEX: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\\\\s*$", ""),
         (r"\{\s*\\?\$\s*\}", r"\\$"),
         (r"\\[()[\]]", ""),
-        (r"(?<![\\$])\$\$?((?:[^$\\]|\\.)+)\$\$?(?![0-9$])", r"\1"),  # $65$, but not the dollars of "$5 or $6"
+        (r"(?<![\\$])\$\$?((?:[^$\\]|\\.)+)\$\$?(?![0-9$])", r"\1"),  # not "$5 or $6"
         (r"\\!\s*|\\(?:left|right|displaystyle|bf|rm|it|sf|tt|large)(?![A-Za-z])", ""),
         (r"\\[,;: ]|\\q?quad(?![A-Za-z])", " "),
         (r"\{\s*,\s*\}", ","),
@@ -45,17 +45,17 @@ _STARS = re.compile(r"\*\*(?=[\s.,:;)]|$)")
 
 
 def plain(text: str) -> str:
-    r"""Return a text without the signs that only set it: `\(\text{12{,}000 cm}\)` is 12,000 cm."""
+    r"""Return a text without markup: `\(\text{12{,}000 cm}\)` is 12,000 cm."""
     text = _ADORNED.sub("", spelled(text).translate(_CHARACTERS))
     if "\\" in text or "$" in text or "{" in text:
-        for pattern, to in _LATEX[:2] * 2 + _LATEX:  # a style may stand in another
+        for pattern, to in _LATEX[:2] * 2 + _LATEX:  # styles may nest
             text = pattern.sub(to, text)
     text = _STARS.sub("", text).strip(" *_`\"'")
     return " ".join(text.rstrip(".,;").split())
 
 
 def spelled(text: str) -> str:
-    """Return a text with characters that are a power or a fraction spelled out: 12² is 12^{2}, and 4¼ is 4 1/4."""
+    """Return a text with superscripts and fraction characters spelled out: 12² is 12^{2}, 4¼ is 4 1/4."""
     if text.isascii():
         return text
     text = _RAISED.sub(lambda raised: f"^{{{_compatible(raised[0])}}}", text)

@@ -1,14 +1,13 @@
-"""A pool of killable worker processes: a call that exceeds its timeout is killed, with all that it has started.
+"""Pool of worker processes. A call beyond its timeout is killed with everything it started.
 
-Workers are plain child processes that exchange JSON over pipes; worker.py says what they keep calls from, and what not.
-They see few environment variables, none of which may hold a secret, and an empty home folder. multiprocessing would not
-do: its fork copies jax's threads, and its spawn imports the parent's `__main__`, jax included, into every replacement.
+Workers exchange JSON over pipes. They see few environment variables, none of them secret, and an empty home folder
+(isolation: worker.py). multiprocessing does not fit: fork copies jax's threads, and spawn imports the parent's
+`__main__`, including jax, into every worker.
 """
 
 import contextlib
 import json
 import os
-import queue
 import secrets
 import signal
 import subprocess
@@ -17,21 +16,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from gspo_jax import limited
 from gspo_jax.rewards import scores
 from gspo_jax.sandbox.box import deadline
+from gspo_jax.sandbox.crew import Crew
 
 _STARTUP_TIMEOUT_S = 60.0
-"""Seconds a worker may take to import its functions."""
 _MARGIN_S = 2.0
-"""Seconds beyond the timeout after which a worker that has not ended a call, or itself, is killed."""
+"""Seconds beyond the timeout before a stuck worker is killed."""
 _MAX_TRIES = 2
 _MAX_REPLY_BYTES = 1 << 17
-"""Bytes of a reply; a worker that sends more is not read any further. Its own limit is half of that."""
+"""Most bytes read of a reply. The worker's own limit is half."""
 _PROGRAM = "gspo_jax.rewards.worker"
 
 
@@ -40,21 +39,21 @@ Value = TypeVar("Value", covariant=True)
 
 @dataclass(frozen=True)
 class Outcome(Generic[Value]):
-    """The result of one call: a value, or None and the reason."""
+    """Result of one call: a value, or None and the reason."""
 
     value: Value | None
     error: str | None = None
     raised: bool = False
-    """True if the function itself raised; `error` is then its traceback."""
+    """True if the function itself raised. `error` is then its traceback."""
     queued_s: float | None = None
-    """Seconds that the call waited for a worker; None if there was no call of one."""
+    """Seconds the call waited for a worker, None if none was called."""
 
 
 def to_outcome(returned: Any) -> Outcome[float]:
-    """Return the outcome of what a reward function has returned; None, NaN and what is beyond MOST are failures.
+    """Return the outcome for a return value. None, NaN and values beyond MOST are failures.
 
     Raises:
-      TypeError: it is no number.
+      TypeError: it is not a number.
     """
     score = scores.as_float(returned)
     wrong = scores.fault(score)
@@ -62,39 +61,31 @@ def to_outcome(returned: Any) -> Outcome[float]:
 
 
 class WorkerFailed(RuntimeError):
-    """A worker ended by itself or sent something that is no reply."""
+    """A worker ended or sent a malformed reply."""
 
 
 class CallEnded(RuntimeError):
-    """A call ended the process that ran it; its worker can go on."""
+    """A call ended its own process. The worker survives."""
 
 
-class Pool:
-    """`workers` processes that call the functions of `modules`, each call limited to `timeout_s` seconds.
+class Pool(Crew["_Worker"]):
+    """`workers` processes that call functions of `modules` with a timeout of `timeout_s`.
 
-    A module is a dotted name or the path of a .py file.
+    A module is a dotted name or a .py file's path.
     """
+
+    _CLOSED = "the reward pool was closed while it was scoring"
 
     def __init__(self, *modules: str, workers: int, timeout_s: float) -> None:
         self._modules, self._timeout_s = modules, timeout_s
-        self._closed = False
         self._home = tempfile.TemporaryDirectory(prefix="gspo_jax-rewards-", ignore_cleanup_errors=True)
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
-        self._all: set[_Worker] = set()
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        for _ in range(workers):
-            self._idle.put(self._start())
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the workers."""
-        return sorted(worker.process.pid for worker in self._all)
+        super().__init__(workers=workers)
 
     def submit(self, reference: str, prompt: str, completion: str, record: dict[str, Any]) -> Future[Outcome[float]]:
-        """Queue a call of the function `module:name`; the future never raises for what the function does.
+        """Queue a call of `module:name`. The future never raises, whatever the function does.
 
-        A call that exceeds the timeout is killed. If it ends its process or its worker, or the worker's reply makes no
-        sense, it is tried once more.
+        A call beyond the timeout is killed. A call that ends its process or worker, or garbles the reply, is retried
+        once.
         """
         request = (
             json.dumps({"function": reference, "prompt": prompt, "completion": completion, "record": record}) + "\n"
@@ -102,11 +93,8 @@ class Pool:
         return self._threads.submit(self._call, request.encode(), time.monotonic())
 
     def close(self) -> None:
-        """Kill the workers, with all they have started, and drop calls that have not begun; repeating is harmless."""
-        self._closed = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in list(self._all):
-            self._stop(worker)
+        """Kill the workers with everything they started, and drop queued calls. Idempotent."""
+        super().close()
         self._home.cleanup()
 
     def _call(self, request: bytes, submitted: float) -> Outcome[float]:
@@ -132,34 +120,18 @@ class Pool:
         finally:
             self._idle.put(worker)
 
-    def _start(self) -> "_Worker":
-        worker = _Worker(self._modules, self._timeout_s, self._home.name)
-        self._all.add(worker)
-        return worker
-
-    def _stop(self, worker: "_Worker") -> None:
-        self._all.discard(worker)
-        worker.kill()
-
-    def _replace(self, worker: "_Worker") -> "_Worker":
-        self._stop(worker)
-        new = self._start()
-        if self._closed:  # asked only now, so that `close` or this thread stops the new one
-            self._stop(new)
-            raise RuntimeError("the reward pool was closed while it was scoring")
-        return new
+    def _new(self) -> "_Worker":
+        return _Worker(self._modules, self._timeout_s, self._home.name)
 
 
 class _Worker:
-    """One worker process and what it starts, used by one thread at a time."""
-
     def __init__(self, modules: Sequence[str], timeout_s: float, home: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", _PROGRAM, str(timeout_s), *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=limited.environment(HOME=home),
-            start_new_session=True,  # Ctrl-C reaches only the trainer, which then closes its workers
+            start_new_session=True,  # only the trainer gets Ctrl-C; it closes its workers
         )
         self._modules, self._timeout_s = modules, timeout_s
         self._ready = False
@@ -167,16 +139,16 @@ class _Worker:
         self._reaping = threading.Lock()
 
     def call(self, request: bytes) -> Outcome[float]:
-        """Send one request and wait for its outcome; raises CallEnded, WorkerFailed or TimeoutError.
+        """Return the outcome of a request, or raise CallEnded, WorkerFailed or TimeoutError.
 
-        After the latter two, the worker is of no more use.
+        The worker is unusable after the latter two.
         """
         if not self._ready:
             with deadline(_STARTUP_TIMEOUT_S, self._expire):
                 if self._read_line() != b"ready":
                     raise RuntimeError(f"the reward worker for {', '.join(self._modules)} printed before it was ready")
             self._ready = True
-        # The worker itself ends a call on time; this deadline is for a worker that cannot.
+        # For a worker that cannot end the call itself.
         with deadline(self._timeout_s + _MARGIN_S, self._expire):
             nonce = secrets.token_hex(16).encode()
             try:
@@ -184,7 +156,7 @@ class _Worker:
                 self.process.stdin.write(nonce + b"\n" + request)
                 self.process.stdin.flush()
             except OSError:
-                pass  # the worker is dead; reading finds out how it ended
+                pass  # dead; reading finds out how it ended
             line = self._read_line()
         if not line.startswith(nonce + b" "):
             raise WorkerFailed("the reward worker's reply does not belong to the call")
@@ -203,16 +175,19 @@ class _Worker:
                 return _killed(self._timeout_s)
         raise WorkerFailed("the reward worker's reply is not JSON with a score")
 
-    def kill(self) -> None:
-        """End the process and all that it has started, and reap it."""
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def close(self) -> None:
         with self._reaping:
             if self.process.returncode is None:
-                os.kill(self.process.pid, signal.SIGTERM)  # it then ends even what has left its process group
+                os.kill(self.process.pid, signal.SIGTERM)  # it then kills even processes outside its group
         with deadline(_MARGIN_S, self._expire):
             self._reap()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
-            with contextlib.suppress(OSError):  # closing flushes what the worker never read
+            with contextlib.suppress(OSError):  # closing flushes unread input
                 pipe.close()
 
     def _read_line(self) -> bytes:
@@ -226,7 +201,6 @@ class _Worker:
         if self._expired:
             raise TimeoutError
         if code > 0 and not self._ready:
-            # Trying again would not help.
             modules = ", ".join(self._modules)
             raise RuntimeError(
                 f"the reward worker for {modules} could not start: exit code {code}; see its traceback above"
@@ -234,8 +208,8 @@ class _Worker:
         raise WorkerFailed(f"the reward worker ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}")
 
     def _reap(self) -> int:
-        """Wait for the process to end, kill what is left of its group, and return its exit code."""
-        with contextlib.suppress(ChildProcessError):  # another thread has reaped it
+        """Reap the process, kill the rest of its group, and return its exit code."""
+        with contextlib.suppress(ChildProcessError):  # reaped by another thread
             os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
         self._kill_group()
         with self._reaping:
@@ -243,11 +217,10 @@ class _Worker:
 
     def _kill_group(self) -> None:
         with self._reaping:
-            if self.process.returncode is None:  # until it is reaped, no other group can have its number
+            if self.process.returncode is None:  # until then its group number is not reused
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def _expire(self) -> None:
-        """Kill the process group; a blocked read or write then returns."""
         self._expired = True
         self._kill_group()
 

@@ -1,4 +1,4 @@
-r"""Numbers as people write them: with signs, currencies, scales, units and explanations, alone or in a sentence."""
+"""Numbers as people write them, with signs, currencies, scales, units and explanations."""
 
 import re
 from decimal import Decimal
@@ -9,14 +9,13 @@ from gspo_jax.rewards.notation import MAX_CHARACTERS, plain
 
 _PLAIN = re.compile(r"-?[0-9]{1,30}(?:\.[0-9]{1,30})?")
 MONEY = "$£¥฿\u20a0-\u20c0"
-"""Signs of currencies, for a set of a pattern."""
+"""Currency signs, for a regex character class."""
 CURRENCY = rf"(?:US|CA|AU|NZ|HK|[ACRS])?\$|[{MONEY}]|Rs\b\.?|(?:USD|EUR|GBP|INR)\b"
 _POWERS = {"thousandth": -3, "hundredth": -2, "tenth": -1, "tens": 1, "hundred": 2, "thousand": 3, "lakh": 5}
 _POWERS |= {"millionth": -6, "million": 6, "crore": 7, "milliard": 9, "billion": 9, "trillion": 12}
 _POWERS |= {"quadrillion": 15, "quintillion": 18}
 _POWERS |= {"k": 3, "grand": 3, "m": 6, "mn": 6, "mil": 6, "mio": 6, "mln": 6, "b": 9, "bn": 9, "bil": 9, "mrd": 9}
 _POWERS |= {"t": 12, "tn": 12, "百": 2, "백": 2, "千": 3, "천": 3, "万": 4, "萬": 4, "만": 4, "亿": 8, "億": 8, "억": 8}
-"""The powers of ten of words and letters behind a number."""
 SCALE_WORDS = (
     r"(?i:(?:hundred|thousand|lakh|crore|(?:m|b|tr|quadr|quint)illion|milliard|mln|mio|bil|mrd"
     r"|tenth|(?:hundred|thousand|million)th|dozen)s?|tens)"
@@ -26,7 +25,7 @@ _NUMBER = re.compile(
     # x = | about
     r"(?:(?P<name>[A-Za-z](?:_\{?\w{1,9}\}?)?)\s*=\s*)?"
     r"(?:[A-Za-z]?\s*(?:≈|\\approx)\s*|(?i:about|approximately|roughly)\s+)?"
-    # -$1,234.50 | +5 | 12 000 | 1'000 | 1.000.000 | 1,00,000 | .5
+    # -$1,234.50 | +5 | 12 000 | 1'000 | 1,00,000 | .5
     rf"(?P<cost>{CURRENCY})?\s*(?P<sign>[-+]|(?i:negative|minus)\s)?\s*(?P<price>{CURRENCY})?\s*"
     r"(?P<whole>[1-9][0-9]{0,2}(?:(?P<gap>[, '’_])[0-9]{3})(?:(?P=gap)[0-9]{3})*(?![0-9])"
     r"|[1-9][0-9]{0,2}(?:\.[0-9]{3}){2,}(?![0-9.])|[1-9][0-9]?(?:,[0-9]{2})+,[0-9]{3}(?![0-9])|[0-9]*)"
@@ -42,18 +41,18 @@ _NUMBER = re.compile(
 )
 _SCALE = re.compile(r"[A-Za-z]+|[^\W\d_]")
 _SCALE_APART = re.compile(rf"\s*[(,]\s*({SCALE_WORDS})(?![^\W_])\)?")  # 5 (million)
-_CENTS = re.compile(  # $5 and 20 cents | 5 dollars 20 cents
+_CENTS = re.compile(  # $5 and 20 cents
     rf"(?=\D{{0,4}}[{MONEY}]|.*\b(?:dollar|euro|pound))(\S*[0-9])(?:\s+(?:dollars?|euros?|pounds?))?,?\s+(?:and\s+)?"
     r"([0-9]{1,2})(?:\s*(?:cents?|pence)|\s*¢)"
 )
-_UNIT = re.compile(  # apples per day | km/h | m^2 | °C | $
+_UNIT = re.compile(  # apples per day | km/h | m^2
     rf"(?:[ /·×.'’\"-]++|[^\W\d_]++(?:\^\{{?-?[1-3]\}}?)?+|[°¢{MONEY}]++)*+"
 )
 _NO_UNIT = re.compile(
-    # 5x | 5/n | 5 pi | 5 and | 5 times 3
+    # 5x | 5/n | 5 pi | 5 times 3
     rf"[\s/·×{MONEY}-]*(?:(?:[b-fijknopqrt-zBDEGHIKMO-UX-Zπ]|pi|or|and|to|plus|minus|times\s+\S|over|squared|cubed|half"
     r"|halves|sin|cos|tan|log|ln|exp|sqrt|mod|remainder)(?![^\W\d_])|a\s*$"
-    # billions, thirds, and how other languages count: 5 Millionen
+    # billions, thirds, 5 Millionen
     rf"|{SCALE_WORDS}(?![^\W\d_])|grand\s*$|(?i:ten-|[a-z]*illion|mill[oó]n|тыс|млн|млрд)"
     r"|(?:third|four?th|fifth|sixth|seventh|eighth|ninth|eleventh|twelfth|[a-z]+(?:teen|tie)th)s\b"
     r"|quarters?\s+of\s+(?:an?|the)\b)"
@@ -61,24 +60,24 @@ _NO_UNIT = re.compile(
     r"|(?!cm|[kmn]m|[km]g|[mcdk][lL]|ft|in|lb|oz|[hy]r|mi|yd|[ap]m|Hz|[kMm]W|k[JNV]|m[AVs]|[kKMGT][bB]|ns|Pa|ha|cc|sq"
     r"|th|st|[nr]d)[^\W\d_]{2}(?![^\W\d_])"
 )
-"""What is no unit behind a number: letters that are variables more often, and two letters right behind its digits."""
+"""Text that is no unit, usually variables."""
 HEDGES = r"(?:or|and|also|plus|then|maybe|perhaps|possibly|alternatively|otherwise|else|as\s+well)\b"
-"""Words behind which a second answer stands."""
+"""Words before a second answer."""
 REASONS = (
     r"(?:because|since|(?<!well )as(?!\s+well)|which|where|so|but|(?:and\s+)?not|that|i\.e|namely|due\s+to"
     r"|rather\s+than|instead\s+of)\b"
 )
-"""Words behind which an explanation stands, or what the answer is not."""
+"""Words before an explanation, or before what the answer is not."""
 _CALCULATION = r"[0-9.]+\s*(?:times|plus|minus|[*×+])\s*[0-9]"
-TAIL = re.compile(  # since 3*4 = 12 | , not 13 | (apples) | (3*4) | out of 20
+TAIL = re.compile(  # since 3*4 = 12 | , not 13 | (apples)
     rf"\s*(?:\.(?![0-9])|[,;]\s*(?:$|(?!{HEDGES})(?=[A-Za-z]{{2}}|i\.e\b))|(?:[:;(]|—|--)\s*(?={_CALCULATION})"
     rf"|[(\[](?={REASONS}|rounded|(?!{HEDGES})[^][()0-9]*[])][\s.]*$)|\b(?:{REASONS}|out\s+of\b))"
 )
-"""How what follows a number begins, if it does not count."""
+"""Beginning of text after a number that does not count."""
 _LEAD = re.compile(
     r"(?:(?!(?:sqrt|pi|sin|cos|tan|log|ln|exp)\b)[A-Za-z'’]{2,}|[\s,:;\"*=]|\.(?![0-9])|\b[aAI](?=\s+[A-Za-z]))*+"
 )
-_CHANGED = re.compile(  # more than | half of | is not
+_CHANGED = re.compile(  # more than | half of
     r"(?i:\b(?:than|over|under|above|below|least|most|twice|double|triple|negative|minus|plus|between|from|up\s+to|exceeds?"
     r"|except|(?:half|thirds?|quarters?|fourths?|fifths?|tenths?|percent|square|cube|root|multiple|power)(?:\s+of)?)"
     r"|(?:\b(?:not|never|cannot)|n['’]t)(?:\s+\w+){0,3})\W*\Z"
@@ -96,25 +95,23 @@ class Number(NamedTuple):
     """A number as it was written."""
 
     value: Decimal
-    """The value without its percent sign: 50 of 50%."""
+    """Value without its percent sign: 50 of 50%."""
     percent: bool
     name: str = ""
-    """The variable that it is the value of, as in x = 5."""
 
 
 def number(text: str) -> Number | None:
-    """Return the number that a text is, with a currency sign, a unit or an explanation; None if it is no number.
-
-    Words such as "million" belong to the number, and so do k, M and bn.
+    """Return the number that a text is, or None. Currency, scale (million, k, bn), unit and explanation may surround
+    it.
     """
     return _number(text) if len(text) <= MAX_CHARACTERS else None
 
 
 def stated(text: str) -> str | None:
-    """Return the one number, with its unit, or the one formula that a sentence states; None if there is no such.
+    """Return the one number, with its unit, or the one formula that a sentence states, else None.
 
-    "Tom has 12 apples" states 12 apples, and "so 3 pens cost 3 * 4 = 12" states 12. "1 hour 30 minutes"
-    and "12, Ann 13" state two, and in "more than 12" words change the number.
+    "Tom has 12 apples" states 12 apples, and "so 3 pens cost 3 * 4 = 12" states 12. "1 hour 30 minutes" and "12, Ann
+    13" state two, and "more than 12" changes the number.
     """
     text = plain(text)
     said = _stated(text)
@@ -124,9 +121,8 @@ def stated(text: str) -> str | None:
 
 
 def _stated(text: str) -> str | None:
-    """The number or formula between words that do not change it and a unit or an explanation."""
     lead = _LEAD.match(text)
-    assert lead is not None  # it may be empty
+    assert lead is not None  # may be empty
     said = text[lead.end() :]
     if _CHANGED.search(lead[0]) or _VARIABLE.match(text, max(0, len(lead[0].rstrip()) - 1)):
         return None
@@ -147,7 +143,7 @@ def _is_unit(text: str) -> bool:
     return not _NO_UNIT.match(text) and _UNIT.fullmatch(text) is not None
 
 
-@lru_cache(maxsize=1 << 12)  # the answers of a group, and its reference, are often alike
+@lru_cache(maxsize=1 << 12)  # a group's answers are often alike
 def _number(text: str) -> Number | None:
     if _PLAIN.fullmatch(text):
         return Number(Decimal(text), percent=False)

@@ -1,7 +1,8 @@
-"""The replies of an environment to many turns at a time; the programs that make them run side by side in sandboxes."""
+"""Replies of an environment to batches of turns. Programs run concurrently in sandboxes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
 from typing import Any
 
 from absl import logging
@@ -12,13 +13,13 @@ from gspo_jax.rewards.scorer import LOOK_S, unless_stopped, zip_rows
 from gspo_jax.sandbox import Request, Sandbox, Verdict
 
 MAX_CHARACTERS = 1000
-"""Characters of a program's output in a reply; the middle of a longer one is left out."""
+"""Maximum characters of shown output. The middle of longer output is cut."""
 NO_OUTPUT = "(no output)\n"
 BROKEN = "(the program could not be run)\n"
 
 
-class Replies:
-    """Replies of an environment to batches of turns, with sandboxes if it has programs run."""
+class Replies(AbstractContextManager["Replies"]):
+    """Replies of one environment, with sandboxes if it runs programs."""
 
     def __init__(
         self, name: str, *, own: Mapping[str, str], timeout_s: float, workers: int, unsafe: bool = False
@@ -26,11 +27,11 @@ class Replies:
         """Look up the environment, and start sandboxes if it needs them.
 
         Args:
-          name: of environments.py, or of `own`, which maps names to references.
-          own: functions beside the catalogue's.
-          timeout_s: seconds that a program may take.
+          name: name in environments.py or in `own`.
+          own: name -> reference (references.py).
+          timeout_s: seconds per program.
           workers: number of sandboxes.
-          unsafe: whether programs run without a sandbox, with this account's rights.
+          unsafe: run programs without a sandbox, with this account's rights.
 
         Raises:
           UserError: the environment is unknown, or there is no sandbox.
@@ -38,16 +39,16 @@ class Replies:
         self._name, self._answer, self._timeout_s = name, environments.find(name, own), timeout_s
         self._sandbox = Sandbox(workers=workers, unsafe=unsafe) if name in environments.SANDBOXED else None
         self.interrupted: Callable[[], bool] = lambda: False
-        """Asked while programs run; True ends the waiting."""
+        """Polled while programs run. True ends the waiting."""
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[Any]) -> list[str | None]:
         """Return the reply to each completion, None where the episode ends.
 
-        In a run of several processes, all call it, each with its own completions.
+        Every process calls it, with its own completions.
 
         Raises:
-          UserError: the environment returned something else.
-          StopRequested: the waiting for programs was interrupted, in this process or another one.
+          UserError: the environment returned neither a text nor None.
+          StopRequested: the waiting was interrupted in any process.
         """
         said = [self._said(*row) for row in zip_rows(prompts, completions, records)]
         if self._sandbox is None:
@@ -56,12 +57,9 @@ class Replies:
         return unless_stopped(lambda: self._run(sandbox, said))
 
     def close(self) -> None:
-        """End the sandboxes; repeating is harmless."""
+        """End the sandboxes. Idempotent."""
         if self._sandbox is not None:
             self._sandbox.close()
-
-    def __enter__(self) -> "Replies":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -73,7 +71,6 @@ class Replies:
         return said
 
     def _run(self, sandbox: Sandbox, programs: Sequence[str | None]) -> list[str | None]:
-        """Return what the programs print."""
         pending: dict[int, Future[str]] = {
             row: sandbox.submit(Request(program, {"inputs": [""]}, self._timeout_s), shown)
             for row, program in enumerate(programs)
@@ -92,7 +89,7 @@ class Replies:
 
 
 def shown(verdict: Verdict) -> str:
-    """Return the reply that tells a policy how its program ran: lines, of at most MAX_CHARACTERS."""
+    """Return the reply with a program's result, with at most MAX_CHARACTERS of output."""
     if verdict.broken:
         logging.warning("a program of an environment could not be run: %s", verdict.broken)
         return BROKEN

@@ -1,17 +1,17 @@
-"""What a score may be: the number that a reward function returns. Workers import this module; no jax here."""
+"""Valid scores of reward functions. Workers import this module: no jax here."""
 
 import math
 from typing import Any
 
 MOST = 1e18
-"""Largest score either way. Rewards are float32, and so are sums of the squares of their deviations."""
+"""Largest absolute score. Rewards and sums of their squared deviations are float32."""
 
 
 def as_float(value: Any) -> float | None:
-    """Return what a reward function has returned as a float, infinite if it is beyond these; None stays.
+    """Return a reward function's return value as a float, infinite on overflow; None stays None.
 
     Raises:
-      TypeError: it is no number.
+      TypeError: it is not a number.
     """
     if value is None:
         return None
@@ -24,7 +24,7 @@ def as_float(value: Any) -> float | None:
 
 
 def fault(score: float | None) -> str:
-    """Return what keeps a function's return value from being a score, "" if nothing does."""
+    """Return why a value is not a valid score, "" if it is."""
     if score is None or not math.isfinite(score):
         return f"returned {score}"
     return "" if abs(score) <= MOST else f"returned {score:g}; scores are from {-MOST:g} to {MOST:g}"

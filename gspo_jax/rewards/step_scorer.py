@@ -1,10 +1,6 @@
-"""Process supervision: score the steps inside completions and map their rewards to the tokens that end them.
-
-Step rewards (steps.py) cannot hang, so they run in this process and not in workers.
-"""
+"""Process supervision: scores of steps inside completions, placed on the tokens that end them."""
 
 import bisect
-import importlib
 import math
 import operator
 from collections import defaultdict
@@ -17,72 +13,56 @@ from jaxtyping import Bool, Float, Int
 
 from gspo_jax import references
 from gspo_jax.rewards import scores
+from gspo_jax.rewards import steps as known
 from gspo_jax.rewards.pool import Outcome
-from gspo_jax.rewards.scorer import Row, Watch, attempt, check_names, check_weights, zip_rows
+from gspo_jax.rewards.scorer import BrokenWatch, Row, attempt, check_names, check_weights, zip_rows
 
 Steps = list[tuple[int, float]]
-"""(end, reward) of each step; `end` counts the completion's characters up to and including the step."""
+"""(end, reward) of each step; `end` counts the completion's characters up to and including it."""
 
 _MAX_BYTES_PER_CHARACTER = 4
-"""Maximum bytes, and so maximum tokens, of one UTF-8 character."""
+"""Maximum bytes, and so tokens, of one UTF-8 character."""
 
 
 @dataclass(frozen=True)
 class StepScores:
-    """Step rewards of one batch of B completions."""
+    """Step rewards of B completions."""
 
     steps: list[Steps]
-    """Steps of each completion in order; rewards that end at the same character are summed with their weights.
+    """Steps in order. Rewards ending at the same character are summed by weight.
 
-    Empty where a function with a nonzero weight failed.
+    Empty where a function with nonzero weight failed.
     """
     by_name: dict[str, Float[np.ndarray, " B"]]
-    """Unweighted mean reward per step of each function, float32; NaN where it found no step or failed."""
+    """Unweighted mean reward per step by function, float32. NaN where it found no step or failed."""
     failed: Bool[np.ndarray, " B"]
-    """True where a function with a nonzero weight failed."""
 
 
 class StepScorer:
-    """Finds and scores the steps of completions with step-reward functions, given by name and weight.
+    """Weighted step-reward functions.
 
-    A function fails on a completion if it raises, or returns a reward that is no score (scores.py) or an end outside
-    the completion; the completion then has no steps. Functions with weight 0 are recorded only.
+    A function fails if it raises, or returns an invalid score (scores.py) or an end outside the completion. The
+    completion then has no steps. Functions with weight 0 are only recorded.
     """
 
-    def __init__(
-        self,
-        functions: Mapping[str, float],
-        *,
-        own: Mapping[str, str] | None = None,
-        module: str = "gspo_jax.rewards.steps",
-    ) -> None:
-        """Look up the functions.
-
-        Args:
-          functions: name -> weight; with weight 0 a score is recorded but not added.
-          own: functions beside the catalogue's, name -> reference (see references.py).
-          module: module of the functions, which its `__all__` lists.
-
-        Raises:
-          UserError: no function is given, one is unknown, or a weight is not finite.
-          BadReference: a reference of `own` leads to no function.
-        """
+    def __init__(self, functions: Mapping[str, float], *, own: Mapping[str, str] | None = None) -> None:
+        """Look up the functions. Arguments and errors are `Scorer`'s."""
         check_weights("step reward", functions)
-        here, own = importlib.import_module(module), own or {}
-        check_names("step reward", functions, [*here.__all__, *own])
+        own = own or {}
+        check_names("step reward", functions, [*known.__all__, *own])
         self._weights = dict(functions)
-        self._watches = {name: Watch("step reward", name) for name in functions}
+        self._watches = {name: BrokenWatch("step reward", name) for name in functions}
         self._functions: dict[str, Callable[[str, str, dict[str, Any]], Steps]] = {
-            name: references.function(own.get(name, f"{module}:{name}")) for name in functions
+            name: references.function(own.get(name, f"{known.__name__}:{name}")) for name in functions
         }
 
     def score(
         self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, Any]]
     ) -> StepScores:
-        """Find the steps of B completions.
+        """Find and score the steps of B completions.
 
         Raises:
-          RuntimeError: a function is broken (see `Watch`); with its first traceback.
+          RuntimeError: a function is broken (`BrokenWatch`).
         """
         rows = zip_rows(prompts, completions, records)
         outcomes = {name: [attempt(_find_steps, f, row) for row in rows] for name, f in self._functions.items()}
@@ -105,17 +85,16 @@ def place_step_rewards(
 ) -> tuple[Float[np.ndarray, "B T"], Bool[np.ndarray, "B T"]]:
     """Place the rewards of steps on the tokens that end them.
 
-    A step ends at the first token whose decoded prefix contains the whole step. Rewards of steps that end in the same
-    token are summed.
+    A step ends at the first token whose decoded prefix contains the whole step. Rewards at the same token are summed.
 
     Args:
-      steps: steps of each response; `end` counts characters of `decode` of its tokens under the mask.
-      tokens: token ids of the responses.
+      steps: steps per response; `end` counts characters of the decoded tokens under `mask`.
+      tokens: token ids.
       mask: True on a response's tokens.
       decode: ids -> text.
 
     Returns:
-      Rewards, float32, 0 where no step ends; and a mask that is True where one ends.
+      Rewards, float32, 0 where no step ends, and a mask, True where one ends.
 
     Raises:
       ValueError: `steps` does not have B entries, or a step ends beyond its text.
@@ -125,7 +104,7 @@ def place_step_rewards(
     rewards, is_step = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, bool)
     for row, found in enumerate(steps):
         if not found:
-            continue  # most rows have no steps, and then need no decoding
+            continue  # without decoding; most rows have no steps
         found = sorted(found)
         places = np.flatnonzero(mask[row])
         ids = tokens[row, places].tolist()
@@ -141,8 +120,7 @@ def place_step_rewards(
 def _find_end_tokens(ends: list[int], ids: list[int], text: str, decode: Callable[[list[int]], str]) -> list[int]:
     """For each of the ascending `ends`, return the first i such that ids[: i + 1] decode to at least text[:end].
 
-    `text` is decode(ids). Bisects the tokens: the halves decode independently unless the cut splits a character. Each
-    token is thus decoded about log T times, regardless of the number of steps.
+    `text` is decode(ids). Bisection decodes each token about log T times.
     """
     if not ends or len(ids) == 1:
         return [0] * len(ends)
@@ -153,7 +131,7 @@ def _find_end_tokens(ends: list[int], ids: list[int], text: str, decode: Callabl
             i = bisect.bisect_right(ends, len(left))
             later = _find_end_tokens([end - len(left) for end in ends[i:]], ids[cut:], right, decode)
             return _find_end_tokens(ends[:i], ids[:cut], left, decode) + [cut + j for j in later]
-    # No cut works: the tokens are one character, or the decoder treats the beginning of a text differently.
+    # The tokens are one character, or the decoder treats the start of a text differently.
     return [
         bisect.bisect_left(
             range(len(ids) - 1), True, key=lambda i, end=end: decode(ids[: i + 1]).startswith(text[:end])
@@ -179,7 +157,7 @@ def _mean_reward(steps: Steps | None) -> float:
 
 
 def _merge_steps(found: list[tuple[float, Steps | None]]) -> Steps | None:
-    """Merge (weight, steps) pairs into steps sorted by end; None if a function failed, or a sum is beyond MOST."""
+    """Merge (weight, steps) pairs, None if a function failed or a sum is beyond MOST."""
     total: defaultdict[int, float] = defaultdict(float)
     for weight, steps in found:
         if steps is None:

@@ -1,20 +1,17 @@
 """Worker process for isolated reward functions: `python -m gspo_jax.rewards.worker TIMEOUT_S MODULE…`.
 
-The worker imports each MODULE, a dotted name or the path of a .py file, holds the pipes to the pool, and calls none of
-the functions. A runner forked from it makes the calls; forking one takes milliseconds, importing takes seconds. So a
-call that hangs, GIL held or not, is ended on time, also after the pool's process was killed: the worker ends it
-together with all that it started, and forks another runner. A runner is also replaced if a call leaves a process or a
-thread behind, and once its calls have piled up memory or open files: long before they have used up what it may have.
+The worker imports each MODULE (a dotted name or path of a .py file) and holds the pipes to the pool. A runner forked
+from it makes the calls, so the worker can kill a hanging call on time with everything it started, even if it holds the
+GIL or the pool was killed, and fork another. It also replaces a runner that has left a process or thread behind, or
+piled up memory or open files.
 
-The runner has no descriptor that leads to the pool. It hands a score over in shared memory, which has no descriptor
-either, so that nothing a function prints, or writes to any file that it finds open, can pass for a score. A function
-that sets out to falsify its own score, by searching the runner's memory, still can, and so it can for later calls of
-the same runner. Nor does a worker keep its functions from the network or from files: that takes a sandbox.
+The runner has no descriptor to the pool, and returns scores in shared memory: nothing that a function prints or writes
+can pass for a score. A function can still falsify scores of its runner by searching the runner's memory. Functions can
+reach network and files. Denying it takes a sandbox.
 
-The pool writes two lines for each call: a nonce, which never reaches the runner, and a JSON request, `{"function",
+For each call the pool writes two lines: a nonce, which never reaches the runner, and a JSON request, `{"function",
 "prompt", "completion", "record"}`. The worker answers with one line: the nonce, a space, and one of `{"score"}`,
-`{"error"}`, `{"ended"}`, `{"timed_out"}`. It must not import jax, so that starting it takes no longer than importing
-its functions. Linux only.
+`{"error"}`, `{"ended"}`, `{"timed_out"}`. To start fast, it must not import jax. Linux only.
 """
 
 import contextlib
@@ -41,20 +38,19 @@ from gspo_jax import references
 from gspo_jax.rewards.scores import as_float
 
 _LIMITS = {
-    resource.RLIMIT_AS: 4 << 30,  # an answer that needs more gets a MemoryError instead of exhausting the machine
+    resource.RLIMIT_AS: 4 << 30,  # a MemoryError instead of an exhausted machine
     resource.RLIMIT_CORE: 0,
-    resource.RLIMIT_FSIZE: 1 << 30,  # bytes; not less, as stderr may be a log that is long already
+    resource.RLIMIT_FSIZE: 1 << 30,  # stderr may be a long log
     resource.RLIMIT_NOFILE: 256,
 }
-"""Resource limits. Not RLIMIT_NPROC: it counts all of the user's processes, the trainer's many threads among them."""
+"""Resource limits. RLIMIT_NPROC would count the trainer's threads too."""
 _SLOT_BYTES = 1 << 16
-"""Size of the shared memory that a reply has to fit in."""
 _TRACEBACK_CHARACTERS = 5000
-"""Characters of a traceback, counted from its end; each takes at most 12 bytes of JSON."""
+"""Characters kept of a traceback's end, each at most 12 bytes of JSON."""
 _HEADER = struct.Struct("<Q?")
-"""Length of the reply, 0 until it is complete; whether the runner is spent."""
+"""Length of the reply, 0 until complete, and whether the runner is spent."""
 _PILED_BYTES, _PILED_FILES = 1 << 30, 64
-"""Address space and open files by which a runner may grow before it is replaced."""
+"""Growth that replaces a runner."""
 _NO_MORE = errno.EMFILE, errno.ENOMEM
 
 # From linux/prctl.h.
@@ -64,11 +60,11 @@ _SET_CHILD_SUBREAPER = 36
 
 
 def main() -> None:
-    """Answer requests until stdin closes or SIGTERM arrives; then end everything that a call has started."""
+    """Answer requests until stdin closes or SIGTERM arrives, then kill all descendants."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)  # what libraries print must not mix with the replies
+    os.dup2(2, 1)  # keeps library output out of the replies
     for kind, most in _LIMITS.items():
         hard = resource.getrlimit(kind)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -76,11 +72,11 @@ def main() -> None:
     timeout_s = float(sys.argv[1])
     for module in sys.argv[2:]:
         references.module(module)
-    _prctl(_SET_DUMPABLE, 0)  # closes /proc/PID/fd and /proc/PID/mem of this process to the runner
+    _prctl(_SET_DUMPABLE, 0)  # denies the runner this process's /proc/PID/fd and mem
     _prctl(_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     try:
-        with contextlib.suppress(BrokenPipeError, EOFError):  # the pool is gone
+        with contextlib.suppress(BrokenPipeError, EOFError):  # pool gone
             _send(replies, b"ready")
             runner = _Runner(timeout_s, requests, replies)
             while nonce := requests.readline().rstrip():
@@ -88,17 +84,17 @@ def main() -> None:
                 if runner.spent:
                     runner.close()
                 _send(replies, nonce + b" " + reply)
-                if runner.spent:  # forked only now, when no nonce is in use
+                if runner.spent:  # not earlier: no nonce may be in memory
                     runner = _Runner(timeout_s, requests, replies)
     finally:
         _kill_descendants()
-    # Stdin has closed: the pool was killed, and nobody else will remove the folder that it made for its workers.
-    with contextlib.suppress(OSError):  # another worker was faster, or a call has left a file
+    # The pool was killed, and nobody else removes its workers' folder.
+    with contextlib.suppress(OSError):  # another worker was faster, or a call left a file
         os.rmdir(os.environ["HOME"])
 
 
 class _Runner:
-    """A forked process that makes the calls, one at a time."""
+    """Forked process that makes the calls, one at a time."""
 
     def __init__(self, timeout_s: float, requests: BinaryIO, replies: BinaryIO) -> None:
         self._timeout_s, self._pool = timeout_s, requests.fileno()
@@ -125,15 +121,14 @@ class _Runner:
         self._events = select.poll()
         self._events.register(self._bell, select.POLLIN)
         self._events.register(self._end, select.POLLIN)
-        self._events.register(self._pool, 0)  # reports only that the pool has closed its end, by dying if need be
+        self._events.register(self._pool, 0)  # reports only that the pool closed its end, or died
         self.spent = False
-        """True if the runner must be replaced before the next call."""
 
     def call(self, request: bytes) -> bytes:
-        """Return the reply to one request; raises EOFError if the pool ends meanwhile."""
+        """Return the reply to a request. Raise EOFError if the pool ends meanwhile."""
         deadline = time.monotonic() + self._timeout_s
         self._slot[: _HEADER.size] = bytes(_HEADER.size)
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which polling reports
+        with contextlib.suppress(BrokenPipeError):  # ended, as polling will report
             self._requests.write(request)
             self._requests.flush()
         while (remaining_s := deadline - time.monotonic()) > 0:
@@ -141,7 +136,7 @@ class _Runner:
             if self._pool in events:
                 raise EOFError
             if events.get(self._bell, 0) & select.POLLIN:
-                os.read(self._bell, _SLOT_BYTES)  # the bell proves nothing; the functions can ring it too
+                os.read(self._bell, _SLOT_BYTES)  # functions can ring it too
             length, self.spent = _HEADER.unpack(self._slot[: _HEADER.size])
             if length:
                 return self._slot[_HEADER.size : _HEADER.size + length]
@@ -153,9 +148,8 @@ class _Runner:
         return b'{"timed_out": true}'
 
     def close(self) -> None:
-        """End the runner and all that its calls have started."""
         _kill_descendants()
-        with contextlib.suppress(BrokenPipeError):  # closing flushes what was never read
+        with contextlib.suppress(BrokenPipeError):
             self._requests.close()
         os.close(self._bell)
         os.close(self._end)
@@ -163,8 +157,7 @@ class _Runner:
 
 
 def _run(timeout_s: float, requests: BinaryIO, bell: int, slot: mmap.mmap) -> None:
-    """Call the functions, as the runner, until `requests` ends."""
-    _prctl(_SET_CHILD_SUBREAPER, 1)  # so that processes which a call leaves behind become children, which are counted
+    _prctl(_SET_CHILD_SUBREAPER, 1)  # makes orphans countable children
     bytes_, files = _held()
     most = bytes_ + _PILED_BYTES, files + _PILED_FILES
     for number, line in enumerate(requests):
@@ -173,9 +166,9 @@ def _run(timeout_s: float, requests: BinaryIO, bell: int, slot: mmap.mmap) -> No
         try:
             function = references.function(request["function"])
             reply = {"score": as_float(function(request["prompt"], request["completion"], request["record"]))}
-        except BaseException as error:  # sys.exit() too is the function's failure, not this process's end
+        except BaseException as error:  # even sys.exit() is the function's failure
             is_full = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _NO_MORE)
-            if is_full and number:  # earlier calls may have left too little: in a new runner it is the first
+            if is_full and number:  # earlier calls may be to blame
                 os._exit(1)
             reply = {"error": traceback.format_exc()[-_TRACEBACK_CHARACTERS:]}
         body = json.dumps(reply).encode()
@@ -186,21 +179,20 @@ def _run(timeout_s: float, requests: BinaryIO, bell: int, slot: mmap.mmap) -> No
 
 
 def _held() -> tuple[int, int]:
-    """Bytes of address space, which RLIMIT_AS limits, and open files of this process."""
+    """Return bytes of address space and number of open files."""
     with open("/proc/self/statm", "rb") as file:
         pages = int(file.read().split()[0])
     return pages * resource.getpagesize(), len(os.listdir("/proc/self/fd"))
 
 
 def _limit_cpu(timeout_s: float) -> None:
-    """Limit this process to `timeout_s` more seconds of processor time, rounded up, and one."""
     usage, hard = resource.getrusage(resource.RUSAGE_SELF), resource.getrlimit(resource.RLIMIT_CPU)[1]
     most = math.ceil(usage.ru_utime + usage.ru_stime + timeout_s) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _has_children() -> bool:
-    """Return whether this process has children that still run; those that have ended are reaped."""
+    """Return True if children are still running. Reap ended ones."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -210,7 +202,6 @@ def _has_children() -> bool:
 
 
 def _kill_descendants() -> None:
-    """Kill all that this process has started, children of children too: an orphan becomes its subreaper's child."""
     with contextlib.suppress(ChildProcessError):
         while True:
             for process in psutil.Process().children(recursive=True):

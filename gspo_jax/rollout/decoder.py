@@ -1,12 +1,10 @@
-"""The decoder, compiled as two programs per shape: prefill each prompt once for its group, then decode in slots.
+"""The decoder, two compiled programs per shape: `prefill` each prompt once for its group, then `decode` in slots.
 
-`prefill` runs the model on the prompts and samples the first token of every response. `decode` lets the responses queue
-for slots: a slot whose response has ended takes the next one in the same step, so that no slot waits for the longest
-response. Once the queue is empty and half of the slots are idle, the others move together and decoding continues with
-half as many. Under a mesh both programs are sharded over the batch axes, and shards that share no experts stop
-independently.
+A slot with an ended response takes the next one from the queue in the same step. Once the queue is empty and half of
+the slots are idle, decoding continues with half as many. Both programs are sharded over the batch axes, and shards that
+share no experts stop independently.
 
-Every response has its own key, so its tokens depend neither on the batch around it nor on its slot.
+A response's tokens depend on its own key, not on the batch around it or its slot.
 """
 
 import dataclasses
@@ -21,7 +19,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
-from gspo_jax.errors import UserError
 from gspo_jax.kernels.kv import each
 from gspo_jax.kernels.packed_attention import Spans
 from gspo_jax.models import moe
@@ -29,21 +26,17 @@ from gspo_jax.models.cache import CacheDtype, heads_first
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
-from gspo_jax.rollout.loop import Prefilled, PrefilledKV, SampledTokens, length_mask, token_keys
+from gspo_jax.parallel.rows import ROWS, shards
+from gspo_jax.rollout.loop import DecodeLoop, Prefilled, PrefilledKV, SampledTokens, length_mask, token_keys
 from gspo_jax.rollout.precision import Precision, rounded
 from gspo_jax.rollout.prefixes import PackedPrefix
 from gspo_jax.rollout.sampling import SamplingParams, StopRule, draw
-from gspo_jax.rollout.shard import Decoded, advance, begin, finish, make_loop, shrink
+from gspo_jax.rollout.shard import Decoded, advance, begin, finish, shrink
 from gspo_jax.types import Prompts, RouterRecord, Weights
-
-ROWS = PartitionSpec(mesh_lib.BATCH_AXES)
 
 
 def prefilled_specs(prefix: PackedPrefix | None, heads: str | None = None) -> Any:
-    """Partition specs of a `Prefilled` on a mesh, one per field; `prefix` says whether it has prefixes.
-
-    `heads` is the mesh axis of the heads of keys and values; without it, the specs have the axes of the batch alone.
-    """
+    """Return the partition specs of a `Prefilled`, with key and value heads on the mesh axis `heads`."""
     batch = mesh_lib.BATCH_AXES
 
     def kv(*rows: Any) -> Any:
@@ -56,76 +49,13 @@ def prefilled_specs(prefix: PackedPrefix | None, heads: str | None = None) -> An
 
 
 def response_keys(key: Key[Array, ""], responses: Int[Array, " B"]) -> Key[Array, " B"]:
-    """One key per response, a function of `key` and the response's number alone. Consumes `key`."""
+    """Return one key per response, depending only on `key` and its number. Consumes `key`."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, responses)
 
 
-def generate(
-    graph: nnx.GraphDef[Transformer],
-    weights: Weights,
-    prompts: Prompts,
-    keys: Key[Array, " B"],
-    *,
-    sampling: SamplingParams,
-    stop: StopRule,
-    slots: int | None = None,
-    limits: Int[Array, " B"] | None = None,
-    prefix: PackedPrefix | None = None,
-    min_ended: float = 1.0,
-    router_logprobs: bool = False,
-    cache_dtype: CacheDtype | None = None,
-) -> Decoded:
-    """Sample a group of G = B / P responses to each of P prompts.
-
-    Args:
-      graph: the model's graph definition.
-      weights: the model's parameters, in the sampler's layout and dtype.
-      prompts: [P, S], right-padded.
-      keys: one per response, those of a group adjacent; token t of a response is sampled with `fold_in(key, t)`.
-      sampling: temperature, top-k, top-p and min-p.
-      stop: when a response ends.
-      slots: responses decoded at a time, over all devices; None: all.
-      limits: token limit of each response, at most `stop.max_length` and including its prefix; a response with limit 0
-        is left empty. None: `stop.max_length` for all.
-      prefix: tokens that the responses start with, see `prefixes.pack`; None: none.
-      min_ended: share of a shard's responses after whose end to return, of those with a limit above 0; 1: all of them.
-      router_logprobs: also return the router's log-probs of the experts it chose.
-      cache_dtype: what keys and values are stored in; None: the dtype that the model computes in.
-
-    Raises:
-      UserError: `slots` is not in 1..B, or is not divisible by the number of batch shards.
-    """
-    slots = resolve_slots(slots, keys.shape[0])
-    options: Any = {"sampling": sampling, "router_logprobs": router_logprobs, "cache_dtype": cache_dtype}
-    prefilled = prefill(graph, weights, prompts, keys, prefix, **options)
-    return decode(
-        graph, weights, prefilled, keys, limits, sampling=sampling, stop=stop, slots=slots, min_ended=min_ended
-    )
-
-
-def resolve_slots(slots: int | None, responses: int) -> int:
-    """The number of slots: `slots` after checks, or one per response for None.
-
-    Raises:
-      UserError: `slots` is not in 1..`responses`, or is not divisible by the number of batch shards of the mesh in
-        scope.
-    """
-    if slots is None:
-        return responses
-    if not 0 < slots <= responses:
-        raise UserError(f"{slots} slots for {responses} responses; use 1 to {responses}, or None for all of them")
-    mesh_lib.check_divides("the number of slots", slots, "the shards of a batch", batch_shards())
-    return slots
-
-
 def most_steps(responses: int, slots: int, stop: StopRule) -> int:
-    """An upper bound of the steps of a decode."""
+    """Return an upper bound on a decode's steps."""
     return stop.max_length if slots == responses else (responses * stop.max_length) // slots + stop.max_length
-
-
-def batch_shards() -> int:
-    """Number of shards that the mesh in scope splits a batch into."""
-    return mesh_lib.batch_shards(dict(jax.sharding.get_abstract_mesh().shape)) if mesh_lib.has_mesh() else 1
 
 
 def shard_over_batch(
@@ -133,7 +63,7 @@ def shard_over_batch(
 ) -> Any:
     """Call `run(weights, *args)` per batch shard, on its part of `args` and its own experts.
 
-    `in_specs` and `out_specs` describe `args` and the result. The `tensor` axis is left to the compiler.
+    The `tensor` axis is left to the compiler.
     """
     if not mesh_lib.has_mesh():
         return run(weights, *args)
@@ -141,7 +71,7 @@ def shard_over_batch(
     automatic = set(mesh_lib.AXES) - axes
     specs = mesh_lib.param_specs(weights, mesh_lib.SAMPLER, jax.sharding.get_abstract_mesh().shape)
     specs = jax.tree.map(lambda s: mesh_lib.without_axes(s, automatic), specs)
-    # check_vma would take the loop's initial state, which is constant, for values that never vary over shards.
+    # check_vma would assume that the constant initial state never varies over shards.
     options = {"in_specs": (specs, *in_specs), "out_specs": out_specs, "axis_names": axes, "check_vma": False}
     return jax.shard_map(run, **options)(weights, *args)
 
@@ -158,41 +88,38 @@ def prefill(
     router_logprobs: bool = False,
     cache_dtype: CacheDtype | None = None,
 ) -> Prefilled:
-    """Run the model on prompts and rows of prefixes, and sample the next token of each response; see `generate`."""
-    run = partial(_prefill, graph, sampling=sampling, router_logprobs=router_logprobs, cache_dtype=cache_dtype)
+    """Prefill prompts and prefixes, and sample each response's next token, for a group of G = B / P per prompt.
+
+    Args:
+      weights: in the sampler's layout and dtype.
+      prompts: [P, S].
+      keys: one per response, a group's adjacent; token t is sampled with `fold_in(key, t)`.
+      prefix: see `prefixes.pack`.
+      router_logprobs: also return the router's log-probs of chosen experts.
+      cache_dtype: defaults to the compute dtype.
+    """
+
+    def run(weights: Weights, prompts: Prompts, keys: Key[Array, " B"], prefix: PackedPrefix | None) -> Prefilled:
+        model = weights.model(graph)
+        (P, S), B = prompts.tokens.shape, keys.shape[0]
+        record = partial(moe.record, config=model.config, logprobs=router_logprobs)
+        valid = length_mask(prompts.lengths, S)
+        output, (k, v) = model.prefill(prompts.tokens, valid, cache_dtype=cache_dtype)
+        last = jnp.take_along_axis(output.hidden, prompts.lengths[:, None, None] - 1, axis=1)
+        prompt_kv = PrefilledKV(heads_first(k), heads_first(v), record(output.routes, valid))
+        lengths, prefix_kv = jnp.zeros(B, jnp.int32), None
+        if prefix is not None:
+            lengths = prefix.lengths
+            last = jnp.repeat(last[:, 0], B // P, axis=0)
+            last, prefix_kv = _prefill_rows(model, prefix, last, record, cache_dtype)
+            last = last.reshape(P, B // P, -1)
+        logits = dataclasses.replace(output, hidden=last).logits
+        logits = constrain(jnp.repeat(logits, B // P // logits.shape[1], axis=1).reshape(B, -1), "batch", "vocab")
+        first = SampledTokens(*draw(token_keys(keys, lengths), logits, sampling))
+        return Prefilled(prompts, prefix, prompt_kv, prefix_kv, first)
+
     args = prompts, keys, prefix
     return shard_over_batch(run, weights, args, in_specs=(ROWS,) * 3, out_specs=prefilled_specs(prefix))
-
-
-def _prefill(
-    graph: nnx.GraphDef[Transformer],
-    weights: Weights,
-    prompts: Prompts,
-    keys: Key[Array, " B"],
-    prefix: PackedPrefix | None,
-    *,
-    sampling: SamplingParams,
-    router_logprobs: bool,
-    cache_dtype: CacheDtype | None,
-) -> Prefilled:
-    """The part of one batch shard."""
-    model = weights.model(graph)
-    (P, S), B = prompts.tokens.shape, keys.shape[0]
-    record = partial(moe.record, config=model.config, logprobs=router_logprobs)
-    valid = length_mask(prompts.lengths, S)
-    output, (k, v) = model.prefill(prompts.tokens, valid, cache_dtype=cache_dtype)
-    last = jnp.take_along_axis(output.hidden, prompts.lengths[:, None, None] - 1, axis=1)
-    prompt_kv = PrefilledKV(heads_first(k), heads_first(v), record(output.routes, valid))
-    lengths, prefix_kv = jnp.zeros(B, jnp.int32), None
-    if prefix is not None:
-        lengths = prefix.lengths
-        last = jnp.repeat(last[:, 0], B // P, axis=0)
-        last, prefix_kv = _prefill_rows(model, prefix, last, record, cache_dtype)
-        last = last.reshape(P, B // P, -1)
-    logits = dataclasses.replace(output, hidden=last).logits
-    logits = constrain(jnp.repeat(logits, B // P // logits.shape[1], axis=1).reshape(B, -1), "batch", "vocab")
-    first = SampledTokens(*draw(token_keys(keys, lengths), logits, sampling))
-    return Prefilled(prompts, prefix, prompt_kv, prefix_kv, first)
 
 
 def _prefill_rows(
@@ -202,10 +129,9 @@ def _prefill_rows(
     record: Callable[..., RouterRecord],
     cache_dtype: CacheDtype | None,
 ) -> tuple[Float[Array, "B D"], PrefilledKV]:
-    """Run the model on one row of prefixes after the other.
+    """Run the model on rows of prefixes, one at a time.
 
-    Returns:
-      The hidden state at the end of each prefix, `last` for a response without one, and the rows' cache entries.
+    Returns each prefix's last hidden state (`last` for an empty one) and the rows' cache entries.
     """
     ends = prefix.start + prefix.lengths - 1
 
@@ -236,51 +162,37 @@ def decode(
     min_ended: float = 1.0,
     prompt_length: int | None = None,
 ) -> Decoded:
-    """Decode prefilled responses until every one has ended, or enough of them; see `generate` for the arguments.
+    """Decode prefilled responses until all have ended, or enough.
 
-    Prompts and their routes are padded to `prompt_length` in the result; None leaves them as they are.
+    Args:
+      weights, keys, sampling: as in `prefill`.
+      limits: token limit of each response, prefix included; 0 leaves it empty.
+      slots: responses decoded at a time, over all devices, equally many per batch shard.
+      min_ended: return once this share of a shard's responses with a limit above 0 has ended.
+      prompt_length: to which the result's prompts and routes are padded; defaults to the prompts' own.
     """
-    shards = batch_shards()
-    run = partial(
-        _decode,
-        graph,
-        sampling=sampling,
-        stop=stop,
-        slots=slots // shards,
-        min_ended=min_ended,
-        prompt_length=prompt_length or prefilled.prompts.tokens.shape[1],
-    )
+    padded = prompt_length or prefilled.prompts.tokens.shape[1]
+    options: Any = {"sampling": sampling, "stop": stop, "slots": slots // shards(), "min_ended": min_ended}
+
+    def run(weights: Weights, prefilled: Prefilled, keys: Key[Array, " n"], limits: Int[Array, " n"] | None) -> Decoded:
+        loop = DecodeLoop(graph, weights, prefilled, keys, limits, **options)
+        progress = begin(loop)
+        for phase in range(len(loop.slot_counts)):
+            progress = shrink(loop, progress, phase) if phase else progress
+            progress = advance(loop, progress, phase)
+        return finish(loop, progress, padded)
+
     in_specs = prefilled_specs(prefilled.prefix), ROWS, ROWS
     return shard_over_batch(run, weights, (prefilled, keys, limits), in_specs=in_specs, out_specs=ROWS)
-
-
-def _decode(
-    graph: nnx.GraphDef[Transformer],
-    weights: Weights,
-    prefilled: Prefilled,
-    keys: Key[Array, " n"],
-    limits: Int[Array, " n"] | None,
-    *,
-    prompt_length: int,
-    **options: Any,
-) -> Decoded:
-    """The part of one batch shard; `options` are those of `make_loop`."""
-    loop, slot_counts = make_loop(graph, weights, prefilled, keys, limits, **options)
-    progress = begin(loop)
-    for phase in range(len(slot_counts)):
-        progress = shrink(loop, slot_counts, progress, phase) if phase else progress
-        progress = advance(loop, slot_counts, progress, phase)
-    return finish(loop, progress, prompt_length)
 
 
 def make_reshard(
     shapes: Weights, mesh: Mesh, dtype: DTypeLike, precision: Precision | None = None
 ) -> Callable[[Weights], Weights]:
-    """A jitted function that casts the trainer's weights to `dtype` and reshards them to the sampler's layout.
+    """Build a jitted function that casts the trainer's weights to `dtype` and reshards them for the sampler.
 
-    Parameters declared `float32` (norms, router) and int8 ones keep their dtype, which the forward pass expects; the
-    others are rounded to `precision` first, if it is given. Layers are converted one at a time: all at once, they would
-    be gathered into a second copy of the weights first.
+    Parameters declared `float32` (norms, router) and int8 ones keep their dtype. Others are first rounded to
+    `precision`, if given. Layers are converted one at a time: all at once, they would be gathered into a second copy.
     """
     variables = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, nnx.Variable))
     adapters = {i for i, v in enumerate(variables) if isinstance(v, nnx.LoRAParam)}
@@ -290,9 +202,9 @@ def make_reshard(
     layer_shardings = {i: NamedSharding(mesh, PartitionSpec(*specs[i][1:])) for i in stacked}
 
     def convert(i: int, x: Array) -> Array:
-        # Adapters are not rounded, as in rollout engines, which quantise a base alone.
+        # Adapters are not rounded: rollout engines quantise the base alone.
         if precision is not None and not (variables[i].get_metadata("float32") or i in adapters):
-            # Matrices are [input, output], but for the embedding, whose rows are its outputs.
+            # Matrices are [input, output], except the embedding.
             x = rounded(x, precision, inputs=-1 if variables[i].get_metadata("axes")[0] == "vocab" else -2)
         return x.astype(dtypes[i])
 
@@ -303,7 +215,7 @@ def make_reshard(
     def reshard(weights: Weights) -> Weights:
         leaves, tree = jax.tree.flatten(weights)
         converted = {}
-        for layers in {leaves[i].shape[0]: None for i in stacked}:  # stacks of the same number of layers share a loop
+        for layers in {leaves[i].shape[0]: None for i in stacked}:  # stacks of equal depth share a loop
             own = [i for i in stacked if leaves[i].shape[0] == layers]
             converted |= zip(own, jax.lax.map(partial(layer, own), [leaves[i] for i in own]), strict=True)
         converted |= {i: convert(i, x) for i, x in enumerate(leaves) if i not in converted}

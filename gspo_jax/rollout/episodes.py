@@ -1,15 +1,13 @@
-"""Responses that take several sampling calls: partial rollouts, cut off by an early exit, and multi-turn episodes.
+"""Responses over several sampling calls: partial rollouts, cut off by an early exit, and multi-turn episodes.
 
-Between calls the responses are on the host. The next call continues them, with the tokens they have as prefixes. Every
-token keeps the log-probs and routes of the policy that sampled it, and every response keeps its key, so that cutting a
-response off changes nothing but the policy that samples the rest of it.
-
-Partial rollouts are described in Kimi k1.5, https://arxiv.org/abs/2501.12599.
+Between calls the responses are on the host; the next call continues them as prefixes. Tokens keep the log-probs and
+routes of the policy that sampled them, and responses their keys. Partial rollouts: Kimi k1.5,
+https://arxiv.org/abs/2501.12599.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -21,44 +19,50 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.prefixes import Prefix
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.shard import Decoded
-from gspo_jax.types import EpisodeBatch, Prompts, Rollout, RouterRecord
+from gspo_jax.types import Batch, Prompts, Rollout, RouterRecord
 
 Reply = Callable[[Sequence[str], Sequence[list[int]], Sequence[Any]], Sequence[list[int] | None]]
 """Environment: (prompt texts, response tokens so far, data records) -> tokens of its replies, None to end an episode.
 
-In a run of several processes, all call it after every sampling call, each with its own episodes.
-"""
+All processes call it after every sampling call, each with its own episodes."""
+
+
+@runtime_checkable
+class Plays(Protocol):
+    """Source of batches: a `Player`, a `Buffer`, `rounds.Rounds`, or your own."""
+
+    def play(self, prompts: Iterator[Prompts], key: Key[Array, ""], *, first: int = 0) -> Batch:
+        """Return a batch of finished responses, to the next prompts or to earlier ones.
+
+        Response i, counted from `first`, has the key `fold_in(key, i)`.
+        """
+        ...
 
 
 @struct.dataclass
 class Episodes:
-    """B episodes on the host, unfinished or ended, those of a group in adjacent rows."""
+    """B episodes on the host, unfinished or ended, a group's adjacent."""
 
     rollout: Rollout
-    """The responses so far."""
     texts: Shaped[np.ndarray, " B"]
-    """Prompt text of each response."""
     records: Shaped[np.ndarray, " B"]
-    """Data record of each prompt, such as its answer."""
     keys: UInt32[np.ndarray, "B words"]
-    """Key data of each response."""
     ended: Bool[np.ndarray, " B"]
-    """True for episodes that are over."""
     turns: Int[np.ndarray, " B"]
     """Turns the policy has finished."""
     stale_tokens: Int[np.ndarray, " B"]
-    """Tokens sampled by policies older than the current one."""
+    """Tokens sampled by older policies."""
 
     def __len__(self) -> int:
         return len(self.ended)
 
     @property
     def sampled_tokens(self) -> Int[np.ndarray, " B"]:
-        """Tokens of each response that a policy has sampled."""
+        """Tokens sampled by a policy."""
         return np.asarray(self.rollout.action_mask).sum(axis=1)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """All arrays by their names in a checkpoint, i.e. everything but texts and records."""
+        """Return all arrays by checkpoint name, i.e. everything but texts and records."""
         routes = self.rollout.routes
         named: dict[str, Any] = {name: getattr(self.rollout, name) for name in _ROLLOUT_FIELDS}
         named |= {saved: getattr(self, field) for field, saved in _SAVED_NAMES.items()} | {"experts": routes.experts}
@@ -68,18 +72,16 @@ class Episodes:
 
     @classmethod
     def from_arrays(cls, named: Mapping[str, Any], texts: Sequence[str], records: Sequence[Any]) -> "Episodes":
-        """The inverse of `to_arrays`, given texts and records."""
+        """Invert `to_arrays`, given texts and records."""
         routes = RouterRecord(named["experts"], named.get("router_logprobs"))
         rollout = Rollout(**{name: named[name] for name in _ROLLOUT_FIELDS}, routes=routes)
         objects = {"texts": np.array(texts, object), "records": np.array(records, object)}
         return cls(rollout, **objects, **{field: named[saved] for field, saved in _SAVED_NAMES.items()})
 
     def complete(self, group_size: int) -> Bool[np.ndarray, " P"]:
-        """True for groups in which every episode has ended."""
         return self.ended.reshape(-1, group_size).all(axis=1)
 
     def groups(self, chosen: Int[np.ndarray, " N"], group_size: int) -> "Episodes":
-        """The episodes of the chosen groups, in the order given."""
         rows = group_rows(chosen, group_size)
         return jax.tree.map(lambda x: x[rows], self)
 
@@ -90,57 +92,71 @@ _SAVED_NAMES = {"keys": "keys", "ended": "ended", "turns": "turns", "stale_token
 
 
 def group_rows(groups: Int[np.ndarray, " N"], group_size: int) -> Int[np.ndarray, " B"]:
-    """Row numbers of the given groups, one group after the other."""
     return (groups[:, None] * group_size + np.arange(group_size)).reshape(-1)
 
 
 def spread_over_shards(groups: Int[np.ndarray, " N"], shards: int) -> Int[np.ndarray, " N"]:
-    """The same groups, in the order in which one after the other goes to the next of the batch shards.
+    """Deal groups to batch shards in turn.
 
-    From the oldest to the newest, every shard then gets groups of all ages. In the order of their ages, one shard would
-    get the oldest ones alone: few responses, all of them long, and the others would wait for it.
+    Sorted by age, one shard would get the oldest: few responses, all long, and the others would wait.
     """
     return groups.reshape(-1, shards).T.reshape(-1)
 
 
 def concatenate(parts: Iterable[Episodes]) -> Episodes:
-    """Concatenate episodes along the rows."""
     return jax.tree.map(lambda *each: np.concatenate(each), *parts)
 
 
+def new_batch(rollout: Rollout, prompts: Prompts) -> Batch:
+    B = len(rollout.prompt_lengths)
+    own = {"texts": _repeated(prompts.texts, B), "records": _repeated(prompts.records, B)}
+    return _with_columns(rollout, own | {"turns": np.ones(B, np.int32), "stale_tokens": np.zeros(B, np.int32)})
+
+
+@jax.jit
+def _columns(rollout: Rollout) -> dict[str, Array]:
+    return {
+        "prompt_lengths": rollout.prompt_lengths,
+        "lengths": rollout.mask.sum(axis=1),
+        "drawn": rollout.action_mask.sum(axis=1),
+        "truncated": rollout.truncated,
+    }
+
+
+def _with_columns(rollout: Rollout, own: Mapping[str, Any]) -> Batch:
+    return Batch(rollout=rollout, **own, **hosts.allgather(_columns(rollout)))
+
+
+def _repeated(column: Sequence[Any] | None, count: int) -> Shaped[np.ndarray, " B"]:
+    whole = np.full(1, None) if column is None else np.empty(len(column), object)
+    whole[:] = column
+    return np.repeat(whole, count // len(whole))
+
+
 class Player:
-    """Plays episodes with a sampler: in one turn, or in several where an environment replies."""
+    """Plays episodes with a sampler, and an environment if there are several turns."""
 
     def __init__(
         self, sampler: Sampler, *, reply: Reply | None = None, max_turns: int = 1, opening: Sequence[int] = ()
     ):
         """Take the sampler and, for multi-turn episodes, the environment.
 
-        Args:
-          sampler: samples the responses; its token limit applies to whole episodes.
-          reply: the environment; None: none.
-          max_turns: maximum number of policy turns; the environment is not asked to reply to the last one.
-          opening: tokens that every response starts with, treated like an environment's: they are no actions.
+        The sampler's token limit applies to whole episodes. The last of `max_turns` gets no reply. Every response
+        starts with `opening`; these tokens, like an environment's, are no actions.
         """
         self._sampler, self._reply, self._max_turns, self._opening = sampler, reply, max_turns, list(opening)
 
     @property
     def shards(self) -> int:
-        """Number of batch shards that a sampling call's responses are split over, in order."""
+        """Batch shards that split a sampling call's responses, in order."""
         return mesh_lib.batch_shards(dict(self._sampler.mesh.shape))
 
-    def begin(
-        self, prompts: Prompts, texts: Sequence[str], records: Sequence[Any], key: Key[Array, ""], *, first: int = 0
-    ) -> Episodes:
-        """A new group of episodes for each prompt, which contain at most the opening.
+    @property
+    def policies(self) -> int:
+        return self._sampler.policies
 
-        Args:
-          prompts: on the host, [P, S].
-          texts: text of each prompt.
-          records: data record of each prompt.
-          key: shared by all responses; response i uses `fold_in(key, first + i)`.
-          first: number of the first response.
-        """
+    def begin(self, prompts: Prompts, key: Key[Array, ""], *, first: int = 0) -> Episodes:
+        """Begin a group of episodes per prompt, holding only the opening."""
         G, T = self._sampler.group_size, self._sampler.stop.max_length
         keys = self._sampler.keys(prompts, key, first)
         B, S, opened = len(keys), prompts.tokens.shape[1], len(self._opening)
@@ -157,8 +173,8 @@ class Player:
         }
         return Episodes(
             Rollout(**fields, routes=self._sampler.empty_routes(B, S + T)),
-            texts=np.repeat(np.array(texts, object), G),
-            records=np.repeat(np.array(records, object), G),
+            texts=_repeated(prompts.texts, B),
+            records=_repeated(prompts.records, B),
             keys=keys,
             ended=np.zeros(B, bool),
             turns=np.zeros(B, np.int32),
@@ -166,7 +182,7 @@ class Player:
         )
 
     def resume(self, episodes: Episodes, *, min_ended: float = 1.0) -> Episodes:
-        """The episodes after one more sampling call and the environment's replies to the turns that ended in it."""
+        """Make one sampling call, and add the environment's replies to turns that ended in it."""
         sampler, rollout, live = self._sampler, episodes.rollout, ~episodes.ended
         max_length = sampler.stop.max_length
         lengths: Any = np.where(live, np.asarray(rollout.mask).sum(axis=1), 0).astype(np.int32)
@@ -185,31 +201,30 @@ class Player:
         episodes = merge_decoded(episodes, hosts.allgather(decoded))
         return episodes if self._reply is None else self._add_replies(episodes, live & episodes.ended, self._reply)
 
-    def play(
-        self, prompts: Prompts, texts: Sequence[str], records: Sequence[Any], key: Key[Array, ""], *, first: int = 0
-    ) -> EpisodeBatch:
-        """Play a group of whole episodes to each prompt; see `begin` for the arguments."""
-        if self._reply is None and not self._opening:  # one call is enough, and the rollout stays on the devices
-            rollout = jax.block_until_ready(self._sampler(prompts, key, first=first))
-            G = self._sampler.group_size
-            rows = (np.repeat(np.array(each, object), G) for each in (texts, records))
-            ones = np.ones(G * len(texts), np.int32)
-            return EpisodeBatch(rollout, *rows, turns=ones, stale_tokens=0 * ones)
-        episodes = self.begin(prompts, texts, records, key, first=first)
+    def play(self, prompts: Iterator[Prompts], key: Key[Array, ""], *, first: int = 0) -> Batch:
+        """Play whole episodes to the next prompts."""
+        return self.answer(next(prompts), key, first=first)
+
+    def answer(self, prompts: Prompts, key: Key[Array, ""], *, first: int = 0) -> Batch:
+        """Play a group of whole episodes to each prompt [P, S], on the host.
+
+        Response i uses the key `fold_in(key, first + i)`.
+        """
+        if self._reply is None and not self._opening:  # one call suffices, and the rollout stays on the devices
+            return new_batch(self._sampler(prompts, key, first=first), prompts)
+        episodes = self.begin(prompts, key, first=first)
         while not episodes.ended.all():
             episodes = self.resume(episodes)
         return self.to_batch(episodes)
 
-    def to_batch(self, episodes: Episodes) -> EpisodeBatch:
-        """The batch of finished episodes, with the rollout moved to the devices."""
-        rollout = hosts.shard_rows(self._sampler.mesh, episodes.rollout)
-        return EpisodeBatch(rollout, episodes.texts, episodes.records, episodes.turns, episodes.stale_tokens)
+    def to_batch(self, episodes: Episodes) -> Batch:
+        own = {name: getattr(episodes, name) for name in ("texts", "records", "turns", "stale_tokens")}
+        return _with_columns(hosts.shard_rows(self._sampler.mesh, episodes.rollout), own)
 
     def _add_replies(self, episodes: Episodes, turn_over: Bool[np.ndarray, " B"], reply: Reply) -> Episodes:
         """Append the environment's replies where a turn is over, and reopen those episodes.
 
-        Without a reply the episode has ended. A reply that leaves no room for another token ends it too, as truncated.
-        Each process asks the environment about its own rows only.
+        A reply that leaves no room for another token truncates the episode. Each process asks only about its own rows.
         """
         tokens, mask, truncated, ended = (
             np.array(x)
@@ -236,9 +251,9 @@ class Player:
 
 
 def merge_decoded(episodes: Episodes, decoded: Decoded) -> Episodes:
-    """The episodes with the tokens that a call, fetched to the host, sampled for those that had not ended.
+    """Merge a call's tokens, fetched to the host, into the unfinished episodes.
 
-    Log-probs and routes recorded by earlier calls stay as they were.
+    Earlier log-probs and routes stay.
     """
     old, new, live = episodes.rollout, decoded.rollout, ~episodes.ended
     sampled, known = new.action_mask, old.routes.experts >= 0
@@ -258,10 +273,9 @@ def merge_decoded(episodes: Episodes, decoded: Decoded) -> Episodes:
 
 
 class Buffer:
-    """Buffer of partial rollouts: keeps more groups in flight than a batch needs, so that no call waits for stragglers.
+    """Buffer of partial rollouts: keeps more groups in flight than a batch needs, so no call waits for stragglers.
 
-    A batch takes the oldest complete groups. The rest stay in the buffer and resume in the next iteration, under the
-    policy of that iteration.
+    A batch takes the oldest complete groups. The rest resume under the next iteration's policy.
     """
 
     def __init__(
@@ -274,47 +288,33 @@ class Buffer:
         min_ended: float,
         episodes: Episodes | None = None,
     ):
-        """Start empty, or from the episodes of a checkpoint.
+        """Start empty, or from a checkpoint's episodes, oldest groups first.
 
-        Args:
-          player: plays the episodes.
-          groups: groups per batch.
-          group_size: responses per group.
-          in_flight: groups per sampling call, more than `groups`.
-          min_ended: share of a shard's unfinished responses after whose end a sampling call returns.
-          episodes: initial content, oldest groups first; None: empty.
+        A sampling call takes `in_flight` groups, more than the `groups` of a batch, and returns once the share
+        `min_ended` of a shard's unfinished responses has ended.
         """
         self._player, self._groups, self._group_size, self._in_flight = player, groups, group_size, in_flight
         self._min_ended = min_ended
         self.episodes = episodes
-        """Episodes left in the buffer, oldest groups first; None before the first batch."""
-        self.started = self.calls = 0
-        """Responses started, and sampling calls made, since the last weight sync."""
+        """Oldest groups first; None before the first batch."""
+        self.started = self.calls = self._policies = 0
+        """Responses started and sampling calls made with the newest policy."""
 
     def __len__(self) -> int:
-        """Number of groups in the buffer."""
         return 0 if self.episodes is None else len(self.episodes) // self._group_size
 
-    def on_weight_sync(self) -> None:
-        """Mark all tokens sampled so far as stale; call whenever the sampler loads another policy's weights."""
-        self.started = self.calls = 0
-        if self.episodes is not None:
-            stale: Any = self.episodes.sampled_tokens.astype(np.int32)
-            self.episodes = dataclasses.replace(self.episodes, stale_tokens=stale)
-
-    def batch(self, begin: Callable[[int], Episodes]) -> EpisodeBatch:
-        """The next batch, made of the oldest complete groups.
-
-        `begin(first)` returns new episodes in whole groups, with responses numbered from `first`.
-        """
+    def play(self, prompts: Iterator[Prompts], key: Key[Array, ""], *, first: int = 0) -> Batch:
+        """Return a batch of the oldest complete groups. `first` is ignored: the buffer numbers new responses itself."""
+        del first
+        self._see_weights()
         while len(self) < self._in_flight:
-            new = begin(self.started)
+            new = self._player.begin(next(prompts), key, first=self.started)
             self.started += len(new)
             self.episodes = new if self.episodes is None else concatenate([self.episodes, new])
         episodes, G = self.episodes, self._group_size
         assert episodes is not None
         while (complete := episodes.complete(G)).sum() < self._groups:
-            # Unfinished groups first, the oldest first; if these are too few, complete ones fill up the fixed shape.
+            # Unfinished groups first, oldest first. Complete ones fill up the fixed shape.
             oldest = np.sort(np.argsort(complete, kind="stable")[: self._in_flight])
             chosen = spread_over_shards(oldest, self._player.shards)
             resumed = self._player.resume(episodes.groups(chosen, G), min_ended=self._min_ended)
@@ -325,3 +325,12 @@ class Buffer:
         done = np.flatnonzero(complete)[: self._groups]
         self.episodes = episodes.groups(np.setdiff1d(np.arange(len(self)), done), G)
         return self._player.to_batch(episodes.groups(done, G))
+
+    def _see_weights(self) -> None:
+        """Mark all tokens sampled by earlier policies as stale."""
+        if self._policies == self._player.policies:
+            return
+        self._policies, self.started, self.calls = self._player.policies, 0, 0
+        if self.episodes is not None:
+            stale: Any = self.episodes.sampled_tokens.astype(np.int32)
+            self.episodes = dataclasses.replace(self.episodes, stale_tokens=stale)

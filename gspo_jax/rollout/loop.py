@@ -1,9 +1,8 @@
 """The decode loop of one batch shard: responses queue for slots, and every step decodes one token per slot.
 
-Every response has a position in the queue, positions are given slots in order, and every step writes one row of a log
-with a column per slot. The loop runs in phases. In a phase the number of slots is fixed; between two phases it is
-halved, the unfinished responses move together, and the log starts again at row 0. For example, 5 responses A to E on 2
-slots (the real decoder does not shrink below 4), where prefill has already sampled an EOS as the first token of B:
+Slots go to queue positions in order, and every step writes one row of a log with a column per slot. Between phases the
+number of slots halves, the unfinished responses move together, and the log restarts at row 0. For example, 5 responses
+A to E on 2 slots, with an EOS from prefill as the first token of B:
 
     queue position     0    1    2    3    4
     response           A    C    D    E    B          queue_length = 4: B needs no slot and comes last
@@ -18,13 +17,11 @@ slots (the real decoder does not shrink below 4), where prefill has already samp
     phase 2            slot 0
       row 0            D5 EOS
 
-D4 is token 4 of response D, counting from 0; prefill samples token 0, or the token after a response's prefix. A row
-holds the tokens sampled in its step, and the routes of the tokens fed to the model in its step, which were sampled
-just before. Token t of the response at queue position p is in row `first_row[p] + t` and column `slot[p]` of the log.
-Phase 1 has `first_row` -1 for A and C, 0 for D and 1 for E; phase 2 has -5 for D. At the end of a phase
-`responses.ResponseBuffer` collects its tokens from the log.
+A row holds the tokens sampled in its step, and the routes of the tokens fed in it, sampled one step earlier. Token t of
+the response at queue position p is in row `first_row[p] + t` and column `slot[p]` of the log. Here `first_row` is -1
+for A and C, 0 for D, 1 for E; in phase 2, -5 for D.
 
-Nothing here is written with a scatter: scatters are slow on TPUs, and some have crashed the TPU's compiler.
+Nothing here uses a scatter: scatters are slow on TPUs, and some have crashed the TPU's compiler.
 """
 
 import dataclasses
@@ -32,65 +29,65 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
+from flax import nnx, struct
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from gspo_jax.kernels.kv import KV
 from gspo_jax.kernels.scopes import RARELY
 from gspo_jax.models import moe
-from gspo_jax.models.cache import Cache, Slots, empty_ring, keep_slots, write_prefix
+from gspo_jax.models.cache import Cache, DecodeSlots, empty_ring, keep_slots, write_prefix
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
 from gspo_jax.rollout.prefixes import PackedPrefix
 from gspo_jax.rollout.sampling import SamplingParams, StopRule, draw
-from gspo_jax.types import Prompts, RouterRecord
+from gspo_jax.types import Prompts, RouterRecord, Weights
+
+_MAX_SHRINKS = 3
+"""Maximum halvings of the slots; each count is compiled separately."""
+_MIN_SLOTS = 4
+"""Minimum slots after halving."""
 
 
 class SampledTokens(NamedTuple):
-    """Sampled token ids with their log-probs; the shape is documented where the record is used."""
+    """Sampled token ids with their log-probs."""
 
     tokens: Int[Array, "*b"]
-    """Token ids."""
     behaviour_logprobs: Float[Array, "*b"]
-    """Log-probs under the distribution sampled from."""
+    """Log-prob under the distribution sampled from."""
     logprobs: Float[Array, "*b"]
-    """Log-probs under the full softmax at the sampling temperature."""
+    """Log-prob under the full softmax at the sampling temperature."""
 
 
 class PrefilledKV(NamedTuple):
-    """Keys, values and routes of M prefilled positions in R rows: prompts, or packed prefixes of responses."""
+    """Cache entries of M prefilled positions in R rows: prompts, or packed prefixes."""
 
     k: KV
-    """Keys, rotary positions applied: [L, R, Kv, M, h] of prompts, [R, L, Kv, M, h] of rows of prefixes."""
+    """Rotary positions applied: [L, R, Kv, M, h] of prompts, [R, L, Kv, M, h] of rows of prefixes."""
     v: KV
-    """Values."""
     routes: RouterRecord
-    """Router choices, [R, M, L, K]."""
+    """[R, M, L, K]."""
 
 
 class Prefilled(NamedTuple):
-    """Prefilled prompts and prefixes, with the next token of every response."""
+    """Prefilled prompts and prefixes, with every response's next token."""
 
     prompts: Prompts
-    """The prompts, [P, S]."""
+    """[P, S]."""
     prefix: PackedPrefix | None
-    """Prefixes of the B responses; None if there are none."""
     prompt_kv: PrefilledKV
-    """Cache entries of the P prompts."""
     prefix_kv: PrefilledKV | None
-    """Cache entries of the rows of prefixes; None without prefixes."""
     first: SampledTokens
-    """First sampled token of each response, after its prefix, [B]."""
+    """Token sampled after the prefix, [B]."""
 
 
 @struct.dataclass
 class StepLog:
-    """Sampled tokens and routes of every step of a phase, by row (step) and column (slot)."""
+    """Sampled tokens and routes of a phase, by row (step) and column (slot)."""
 
     sampled: SampledTokens
-    """Tokens sampled in the step, [rows, B]."""
+    """[rows, B]."""
     routes: RouterRecord
     """Routes of the tokens fed in the step, [rows, B, L·K]; see `flatten_routes`."""
 
@@ -100,95 +97,106 @@ class LoopState:
     """State of the decode loop: B slots, n queue positions."""
 
     row: Int[Array, ""]
-    """Steps taken in this phase, i.e. the row of the log that the next step writes."""
+    """Next row to write."""
     positions: Int[Array, " B"]
-    """Queue position of the response in each slot; n if the slot is idle."""
+    """Queue position of the response in each slot; n if idle."""
     lengths: Int[Array, " B"]
-    """Tokens that each slot's response has so far, prefix included."""
+    """Tokens of each slot's response so far, prefix included."""
     last_tokens: Int[Array, " B"]
-    """The last of these tokens, which the next step feeds."""
+    """Fed by the next step."""
     next_position: Int[Array, ""]
-    """First queue position that has not been given a slot."""
+    """First queue position not yet given a slot."""
     num_ended: Int[Array, ""]
-    """Responses that have ended."""
     running: Bool[Array, ""]
-    """True while the phase continues, on this shard or on any shard of its expert group."""
+    """True while the phase continues on any shard of the expert group."""
     slot: Int[Array, " n"]
-    """Slot held in this phase by the response at each queue position, even after it has ended; B if none."""
+    """Slot of each queue position in this phase, even once ended; B if none."""
     first_row: Int[Array, " n"]
-    """Row of the log where token 0 of the response at each queue position would be; negative if it was sampled before
-    the phase."""
+    """Log row of each queue position's token 0; negative if sampled before the phase."""
     log: StepLog
-    """Log of this phase."""
     cache: Cache
-    """KV cache of prompts and slots."""
 
 
 def is_eos(tokens: Int[Array, "*b"], eos_ids: Int[Array, " s"]) -> Bool[Array, "*b"]:
-    """True for tokens that are among `eos_ids`."""
     return (tokens[..., None] == eos_ids.reshape((1,) * tokens.ndim + (-1,))).any(axis=-1)
 
 
 def length_mask(lengths: Int[Array, " R"], size: int) -> Bool[Array, "R size"]:
-    """True on the first `lengths[r]` of `size` positions in row r."""
+    """Return True on the first `lengths[r]` of `size` positions in row r."""
     return jnp.arange(size)[None] < lengths[:, None]
 
 
 def token_keys(keys: Key[Array, " B"], t: Int[Array, " B"]) -> Key[Array, " B"]:
-    """Keys for sampling token t of each response. Does not consume the response's key."""
+    """Return keys for sampling token t of each response. Does not consume the response's key."""
     return jax.vmap(jax.random.fold_in)(keys, t)
 
 
 def flatten_routes(x: Shaped[Array, "*b L K"]) -> Shaped[Array, "*b LK"]:
-    """Reshape [..., L, K] to [..., L·K], because TPUs pad the last dimension to 128."""
+    """Reshape to [..., L·K], because TPUs pad the last dimension to 128."""
     return x.reshape(*x.shape[:-2], -1)
 
 
 def _written(log: Shaped[Array, "rows *b"], new: Shaped[Array, "*b"], row: Int[Array, ""]) -> Array:
-    """The log with a row written, kept row by row in memory.
+    """Write a row of the log, kept row by row in memory.
 
-    Left to itself, the TPU's compiler may lay it out as it has the row, with few slots padded to 128.
+    Otherwise the TPU's compiler may take the new row's layout, padding few slots to 128.
     """
     written = jax.lax.dynamic_update_index_in_dim(log, new, row, 0)
     return with_layout_constraint(written, Layout(tuple(range(log.ndim))))
 
 
-def _any_in_expert_group(here: Bool[Array, ""]) -> Bool[Array, ""]:
-    """True if `here` is true on any shard of the expert group, whose shards must take the same number of steps."""
-    if "expert" not in mesh_lib.manual_axes():
-        return here
-    return jax.lax.pmax(here.astype(jnp.int32), "expert") > 0
+def phases(slots: int, prefilled: Prefilled, limits: Array | None, stop: StopRule) -> list[int]:
+    """Return a shard's slots in each phase: `slots`, then halved as often as allowed if lengths can differ."""
+    counts = [slots]
+    if not stop.eos_ids and limits is None and prefilled.prefix is None:
+        return counts
+    while len(counts) <= _MAX_SHRINKS and counts[-1] // 2 >= _MIN_SLOTS:
+        counts.append(counts[-1] // 2)
+    return counts
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeLoop:
-    """The decode loop's inputs, constant while the n responses of a shard queue for its slots, and its transitions."""
+    """Inputs and transitions of a shard's decode loop, n responses queueing for its slots."""
 
-    model: Transformer
-    prefilled: Prefilled
-    keys: Key[Array, " n"]
-    """One key per response."""
-    sampling: SamplingParams
-    stop: StopRule
-    eos_ids: Int[Array, " s"]
-    """The stop rule's EOS ids, as an array."""
-    prefix_lengths: Int[Array, " n"]
-    """Prefix tokens of each response."""
-    limits: Int[Array, " n"]
-    """Token limit of each response, prefix included."""
-    ended: Bool[Array, " n"]
-    """True for responses that need no slot: the token sampled by prefill is an EOS or reaches the token limit."""
-    queue: Int[Array, " n"]
-    """Responses in the order in which they get slots."""
-    queue_length: Int[Array, ""]
-    """Number of queue positions that are given a slot; n if every response has a slot of its own from the start."""
-    slots: int
-    """Number of slots in the first phase."""
-    enough: Int[Array, ""] | None
-    """Stop once this many responses have ended, counting those with a limit of 0; None: no early exit."""
+    def __init__(
+        self,
+        graph: nnx.GraphDef[Transformer],
+        weights: Weights,
+        prefilled: Prefilled,
+        keys: Key[Array, " n"],
+        limits: Int[Array, " n"] | None,
+        *,
+        sampling: SamplingParams,
+        stop: StopRule,
+        slots: int,
+        min_ended: float,
+    ):
+        n = keys.shape[0]
+        self.prefilled, self.keys = prefilled, keys
+        self.sampling, self.stop, self.slots = sampling, stop, slots
+        self.eos_ids = jnp.asarray(stop.eos_ids, jnp.int32)
+        self.prefix_lengths = jnp.zeros(n, jnp.int32) if prefilled.prefix is None else prefilled.prefix.lengths
+        self.slot_counts = phases(slots, prefilled, limits, stop)
+        """Slots of each phase."""
+        self.limits = (
+            jnp.full(n, stop.max_length, jnp.int32) if limits is None else jnp.minimum(limits, stop.max_length)
+        )
+        """Token limit of each response, prefix included."""
+        self.model = weights.model(graph)
+        self.ended = is_eos(prefilled.first.tokens, self.eos_ids) | (self.prefix_lengths + 1 >= self.limits)
+        """True for responses that need no slot: prefill's token is an EOS or reaches the limit."""
+        self.queue, self.queue_length = jnp.arange(n, dtype=jnp.int32), jnp.full((), n, jnp.int32)
+        """The responses in their order; queue positions given a slot, n if every response starts with its own."""
+        if slots < n:  # ended responses go last and get no slot
+            self.queue = jnp.lexsort((self.queue, self.ended)).astype(jnp.int32)
+            self.queue_length = n - self.ended.sum(dtype=jnp.int32)
+        self.enough = None
+        """Stop once this many responses have ended, including any with limit 0."""
+        if min_ended < 1:
+            self.enough = n - jnp.floor((1 - min_ended) * (self.limits > 0).sum()).astype(jnp.int32)
 
     def start(self) -> LoopState:
-        """The state before the first step: the head of the queue in the slots, an empty log, prefixes in the cache."""
+        """Return the first state: the queue's head in the slots, prefixes in the cache."""
         n, B, T = self.queue.shape[0], self.slots, self.stop.max_length
         at = jnp.arange(B, dtype=jnp.int32)
         positions = jnp.where(~self.ended if n == B else at < self.queue_length, at, n)
@@ -212,19 +220,18 @@ class DecodeLoop:
         return dataclasses.replace(state, running=self._continues(state, 0))
 
     def cache(self, k: KV, v: KV, step: Array) -> Cache:
-        """The cache of the prompts, with these rings."""
         prompts, kv = self.prefilled.prompts, self.prefilled.prompt_kv
         return Cache(kv.k, kv.v, prompts.lengths, k, v, step, self.queue.shape[0] // kv.k.shape[1])
 
     def step(self, state: LoopState, *, fewer_slots: int) -> LoopState:
-        """Feed the last token of every slot, sample the next, and refill the slots whose response has ended.
+        """Feed the last token of every slot, sample the next, and refill slots with an ended response.
 
-        The phase ends once `fewer_slots` slots, the number in the next phase, can hold all responses that are left.
+        The phase ends once the next one's `fewer_slots` can hold all remaining responses.
         """
         n, aligned = self.queue.shape[0], state.positions.shape[0] == self.queue.shape[0]
         active = state.positions < n
         responses = jnp.arange(n, dtype=jnp.int32) if aligned else self.queue[jnp.minimum(state.positions, n - 1)]
-        slots = Slots(responses, jnp.where(active, state.lengths, 0), aligned=aligned)
+        slots = DecodeSlots(responses, jnp.where(active, state.lengths, 0), aligned=aligned)
         output, cache = self.model.decode(state.last_tokens, slots, state.cache)
         logits = constrain(output.logits[:, 0], "batch", "vocab")
         keys = token_keys(self.keys if aligned else self.keys[responses], state.lengths)
@@ -253,7 +260,7 @@ class DecodeLoop:
         return dataclasses.replace(state, running=self._continues(state, fewer_slots))
 
     def shrink(self, state: LoopState, size: int) -> LoopState:
-        """The state at the start of the next phase: the busy slots moved to the first `size`, and an empty log."""
+        """Start the next phase: the busy slots in the first `size`, and an empty log."""
         n = self.queue.shape[0]
         kept = jnp.argsort(state.positions == n, stable=True)[:size]
         positions, lengths = state.positions[kept], state.lengths[kept]
@@ -273,21 +280,19 @@ class DecodeLoop:
         return dataclasses.replace(state, running=self._continues(state, 0))
 
     def _continues(self, state: LoopState, fewer_slots: int) -> Bool[Array, ""]:
-        """True if more than `fewer_slots` responses are left and no early exit is due, on any shard of the group."""
         active = (state.positions < self.queue.shape[0]).sum()
         here = active + jnp.maximum(self.queue_length - state.next_position, 0) > fewer_slots
         if self.enough is not None:
             here &= state.num_ended < self.enough
-        return _any_in_expert_group(here)
+        return mesh_lib.any_shard(here, ("expert",))  # all take equally many steps
 
     def _refill(self, state: LoopState) -> LoopState:
-        """Give the next queue positions to the idle slots, in order."""
         n = self.queue.shape[0]
         idle = state.positions == n
         position = state.next_position + jnp.cumsum(idle, dtype=jnp.int32) - 1
         taken = idle & (position < self.queue_length)
         response = self.queue[jnp.minimum(position, n - 1)]
-        # By queue position, position next_position + i goes to the idle slot number i.
+        # Queue position next_position + i goes to idle slot number i.
         i = jnp.arange(n, dtype=jnp.int32) - state.next_position
         new = (i >= 0) & (i < taken.sum())
         idle_slots = jnp.argsort(~idle, stable=True).astype(jnp.int32)
@@ -302,7 +307,7 @@ class DecodeLoop:
         )
 
     def _load_prefixes(self, state: LoopState, first: Int[Array, ""]) -> LoopState:
-        """Write the prefixes of the queue positions from `first` on, which have just got their slots, to the cache."""
+        """Cache the prefixes of queue positions from `first` on."""
         prefix, prefix_kv = self.prefilled.prefix, self.prefilled.prefix_kv
         if prefix is None or prefix_kv is None:
             return state

@@ -1,4 +1,4 @@
-"""The decoder in several programs, so that the host can look up while a long decode runs."""
+"""The decoder in several programs, so that the host can poll during a long decode."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,10 +14,11 @@ from gspo_jax.kernels.kv import KV
 from gspo_jax.models.cache import RING_AXES, Cache, sharded_ring
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.rollout.decoder import ROWS, batch_shards, prefilled_specs, shard_over_batch
-from gspo_jax.rollout.loop import DecodeLoop, LoopState, Prefilled
+from gspo_jax.parallel.rows import ROWS, shards
+from gspo_jax.rollout.decoder import prefilled_specs, shard_over_batch
+from gspo_jax.rollout.loop import DecodeLoop, LoopState, Prefilled, phases
 from gspo_jax.rollout.sampling import SamplingParams, StopRule
-from gspo_jax.rollout.shard import Decoded, Progress, advance, begin, finish, make_loop, phases, shrink
+from gspo_jax.rollout.shard import Decoded, DecodeProgress, advance, begin, finish, shrink
 from gspo_jax.types import Weights
 
 _Leaves = list[Array]
@@ -25,25 +26,24 @@ _Leaves = list[Array]
 RINGS = PartitionSpec(
     mesh_lib.BATCH_AXES, *mesh_lib.without_axes(mesh_lib.spec(RING_AXES, mesh_lib.SAMPLER), set(mesh_lib.BATCH_AXES))
 )
-"""How the rings that one piece hands to the next are sharded, [shards, L, N, B, Kv, C, h]."""
+"""Sharding of the rings handed from piece to piece, [shards, L, N, B, Kv, C, h]."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolledDecode:
-    """`decode` in several programs, with the same results, that comes back to the host every `poll_steps` steps.
+    """`decode` in several programs, returning to the host every `poll_steps` steps.
 
-    All shards are in the same phase: those that are through with one wait for the others, as `decode` lets them only at
-    the end. Every program takes over the buffers of the one before, those of the cache included.
+    Shards that finish a phase wait for the rest; in `decode` they wait only at the end. Each program takes over the
+    previous one's buffers, cache included.
     """
 
     graph: nnx.GraphDef[Transformer]
     sampling: SamplingParams
     stop: StopRule
     slots: int
-    """Responses decoded at a time, over all devices."""
+    """Over all devices."""
     min_ended: float
     poll_steps: int
-    """Decode steps between two looks at the host."""
 
     def __call__(
         self,
@@ -55,7 +55,7 @@ class PolledDecode:
         prompt_length: int,
         poll: Callable[[], None],
     ) -> Decoded:
-        """Like `decode`; `poll` is called between two programs, and may raise to end the decode."""
+        """Decode; `poll` is called between programs and may raise to end it."""
         inputs = prefilled, keys, limits
         progress, rings = begin_piece(self, weights, inputs)
         for phase in range(self.phases(prefilled, limits)):
@@ -66,16 +66,16 @@ class PolledDecode:
                 (progress, rings), more = advance_piece(self, weights, inputs, progress, rings, phase=phase)
                 running = bool(more)
                 poll()
-        del rings  # makes room for the responses
+        del rings
         return finish_piece(self, weights, inputs, progress, prompt_length=prompt_length)
 
     def phases(self, prefilled: Prefilled, limits: Array | None) -> int:
-        """The number of phases; needs the mesh in scope."""
-        return len(phases(self.slots // batch_shards(), prefilled, limits, self.stop))
+        """Needs the mesh in scope."""
+        return len(phases(self.slots // shards(), prefilled, limits, self.stop))
 
     def run(
         self,
-        piece: Callable[[DecodeLoop, list[int], Any], Any],
+        piece: Callable[[DecodeLoop, Any], Any],
         weights: Weights,
         inputs: tuple[Any, ...],
         progress: _Leaves | None = None,
@@ -83,24 +83,19 @@ class PolledDecode:
         *,
         out_specs: Any,
     ) -> Any:
-        """Call `piece(loop, slots of each phase, progress)` per batch shard; `progress` is None for the first piece."""
-        shards = batch_shards()
-        options: dict[str, Any] = {"sampling": self.sampling, "stop": self.stop, "slots": self.slots // shards}
-        options["min_ended"] = self.min_ended
+        """Call `piece(loop, progress)` per batch shard; the first has no progress."""
+        options: Any = {"sampling": self.sampling, "stop": self.stop, "min_ended": self.min_ended}
+        options["slots"] = self.slots // shards()
 
         def shard(weights: Weights, prefilled: Prefilled, keys: Any, limits: Any, progress: Any, rings: Any) -> Any:
-            loop, slot_counts = make_loop(self.graph, weights, prefilled, keys, limits, **options)
-            return piece(loop, slot_counts, None if progress is None else _unpack(loop, progress, rings))
+            loop = DecodeLoop(self.graph, weights, prefilled, keys, limits, **options)
+            return piece(loop, None if progress is None else _unpack(loop, progress, rings))
 
         in_specs = prefilled_specs(inputs[0].prefix), *(ROWS,) * 4
         return shard_over_batch(shard, weights, (*inputs, progress, rings), in_specs=in_specs, out_specs=out_specs)
 
 
-def _carried(progress: Progress) -> tuple[Any, ...]:
-    """The loop's state without its cache, the responses and the counts: what a piece hands to the next.
-
-    Of the cache it also hands on the rings; the prompts' part is an input of every piece.
-    """
+def _carried(progress: DecodeProgress) -> tuple[Any, ...]:
     state = {field.name: getattr(progress.state, field.name) for field in dataclasses.fields(progress.state)}
     del state["cache"]
     return state, *progress[1:]
@@ -110,29 +105,26 @@ def _rings(cache: Cache) -> tuple[KV, KV, Array]:
     return cache.k, cache.v, cache.step
 
 
-def _pack(progress: Progress) -> tuple[_Leaves, _Leaves]:
-    """The arrays to carry, and the rings of the cache; each with one entry per shard.
-
-    The rings' heads stay sharded over `tensor`: the next piece takes them as they are.
-    """
+def _pack(progress: DecodeProgress) -> tuple[_Leaves, _Leaves]:
+    """Return the carried arrays and the cache's rings, one entry per shard."""
     k, v, step = _rings(progress.state.cache)
     leaves = jax.tree.leaves(_carried(progress)), jax.tree.leaves((sharded_ring(k), sharded_ring(v), step))
     return jax.tree.map(lambda x: x[None], leaves)
 
 
-def _unpack(loop: DecodeLoop, leaves: _Leaves, rings: _Leaves | None) -> Progress:
-    """The inverse of `_pack`. Without `rings` the cache is that of the beginning, and not to be used."""
-    first = begin(loop)  # for its structure; the compiler drops what it computes
+def _unpack(loop: DecodeLoop, leaves: _Leaves, rings: _Leaves | None) -> DecodeProgress:
+    """Invert `_pack`. Without `rings` the cache is the initial one, not to be used."""
+    first = begin(loop)  # for its structure; the compiler drops the computation
     state, *rest = jax.tree.unflatten(jax.tree.structure(_carried(first)), [x[0] for x in leaves])
     cache = first.state.cache
     if rings is not None:
         cache = loop.cache(*jax.tree.unflatten(jax.tree.structure(_rings(cache)), [x[0] for x in rings]))
-    return Progress(LoopState(**state, cache=cache), *rest)
+    return DecodeProgress(LoopState(**state, cache=cache), *rest)
 
 
 @partial(jax.jit, static_argnums=0)
 def begin_piece(decode: PolledDecode, weights: Weights, inputs: tuple[Any, ...]) -> tuple[_Leaves, _Leaves]:
-    return decode.run(lambda loop, *_: _pack(begin(loop)), weights, inputs, out_specs=ROWS)
+    return decode.run(lambda loop, _: _pack(begin(loop)), weights, inputs, out_specs=ROWS)
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="phase", donate_argnums=(3, 4))
@@ -145,8 +137,8 @@ def advance_piece(
     *,
     phase: int,
 ) -> tuple[tuple[_Leaves, _Leaves], Bool[Array, ""]]:
-    def piece(loop: DecodeLoop, counts: list[int], progress: Progress) -> tuple[tuple[_Leaves, _Leaves], Array]:
-        after = advance(loop, counts, progress, phase, steps=decode.poll_steps)
+    def piece(loop: DecodeLoop, progress: DecodeProgress) -> tuple[tuple[_Leaves, _Leaves], Array]:
+        after = advance(loop, progress, phase, steps=decode.poll_steps)
         return _pack(after), mesh_lib.any_shard(after.state.running)
 
     return decode.run(piece, weights, inputs, progress, rings, out_specs=(ROWS, PartitionSpec()))
@@ -162,8 +154,8 @@ def shrink_piece(
     *,
     phase: int,
 ) -> tuple[_Leaves, _Leaves]:
-    def piece(loop: DecodeLoop, counts: list[int], progress: Progress) -> tuple[_Leaves, _Leaves]:
-        return _pack(shrink(loop, counts, progress, phase))
+    def piece(loop: DecodeLoop, progress: DecodeProgress) -> tuple[_Leaves, _Leaves]:
+        return _pack(shrink(loop, progress, phase))
 
     return decode.run(piece, weights, inputs, progress, rings, out_specs=ROWS)
 
@@ -172,11 +164,10 @@ def shrink_piece(
 def finish_piece(
     decode: PolledDecode, weights: Weights, inputs: tuple[Any, ...], progress: _Leaves, *, prompt_length: int
 ) -> Decoded:
-    def piece(loop: DecodeLoop, counts: list[int], progress: Progress) -> Decoded:
+    def piece(loop: DecodeLoop, progress: DecodeProgress) -> Decoded:
         return finish(loop, progress, prompt_length)
 
     return decode.run(piece, weights, inputs, progress, out_specs=ROWS)
 
 
 PROGRAMS = (begin_piece, advance_piece, shrink_piece, finish_piece)
-"""The jitted functions of this module."""

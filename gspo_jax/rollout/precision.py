@@ -1,10 +1,9 @@
-"""Weights of the sampler rounded to fewer bits than the trainer's, as in rollout engines that store them so.
+"""Sampler weights rounded to fewer bits than the trainer's.
 
-What is rounded is the values alone: matrices are multiplied in the compute dtype, and in memory they are as large as
-without. So the sampler's policy differs from the trainer's by the weights' precision and by nothing else.
+Only values are rounded: matrices keep their size in memory and are multiplied in the compute dtype.
 """
 
-from typing import Literal, get_args
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -12,15 +11,12 @@ from jaxtyping import Array, Float
 from gspo_jax.models.int8 import quantize
 
 Precision = Literal["bfloat16", "int8"]
-PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-"""Precisions that weights may be rounded to."""
 
 
 def rounded(x: Float[Array, "..."], precision: Precision, *, inputs: int) -> Float[Array, "..."]:
-    """Round a matrix, or a stack of them, to values that `precision` can hold; its dtype stays.
+    """Round matrices to values that `precision` can hold, keeping the dtype.
 
-    With int8 each output channel has a scale of its own, the largest magnitude over the axis `inputs`, the matrix's
-    input, divided by 127. A channel of zeros stays 0.
+    With int8, each output channel's scale is its largest magnitude over the axis `inputs`, divided by 127.
     """
     if precision == "bfloat16":
         return x.astype(jnp.bfloat16).astype(x.dtype)

@@ -1,8 +1,7 @@
-"""Prefixes of responses, packed into rows: what a sampling call reads again before it continues them.
+"""Prefixes of responses, packed into rows for a sampling call to prefill and continue.
 
-A row holds prompts, each followed by the prefixes of responses to it, and padding at its end; a prefix is never cut.
-Rows have a fixed length and are prefilled one after the other: a call computes, and keeps in memory, what its prefixes
-have, not what the longest of them could have.
+A row holds prompts, each followed by uncut prefixes of responses to it, and padding at its end. Rows are prefilled one
+by one, so compute and memory follow the actual prefixes.
 """
 
 from typing import Any, NamedTuple
@@ -14,52 +13,42 @@ from gspo_jax.kernels.packed_attention import Spans
 from gspo_jax.types import Prompts
 
 LEAST = 1024
-"""Least tokens of a row: shorter rows cost more in small operations than they save in padding."""
+"""Minimum tokens of a row, as in `training.packing`."""
 
 
 class Prefix(NamedTuple):
-    """Tokens that responses start with: sampled in an earlier call, said by an environment, or given as text."""
+    """Tokens that responses start with: sampled earlier, from an environment, or given as text."""
 
     tokens: Int[Array, "B Q"]
-    """Token ids, right-padded."""
+    """Right-padded."""
     lengths: Int[Array, " B"]
-    """Number of prefix tokens, less than the response's token limit; 0 for no prefix."""
+    """Fewer than the response's token limit; 0 for no prefix."""
 
 
 class PackedPrefix(NamedTuple):
-    """The prefixes of B responses in R rows of M tokens, the same number of rows on each batch shard."""
+    """Prefixes of B responses in R rows of M tokens, equally many per batch shard."""
 
     lengths: Int[Array, " B"]
-    """Number of prefix tokens; 0 for no prefix."""
     row: Int[Array, " B"]
-    """Row of each prefix, among those of its shard."""
+    """Row of each prefix, within its shard."""
     start: Int[Array, " B"]
-    """First token of each prefix in its row."""
+    """Offset of each prefix in its row."""
     tokens: Int[Array, "R M"]
-    """Token ids of the rows."""
     spans: Spans
-    """The keys that each token of the rows sees."""
 
 
 class Place(NamedTuple):
-    """Where a response's prefix is, among the rows of its shard."""
+    """Position of a prefix and its prompt in a shard's rows."""
 
     row: int
-    """Number of the row."""
     prompt: int
-    """First token of the prompt before it."""
     start: int
-    """First token of the prefix."""
 
 
 def pack(prompts: Prompts, prefix: Prefix, *, shards: int, limit: int) -> PackedPrefix:
-    """Pack prefixes into rows, on the host. The number and length of rows take few values, as programs depend on them.
+    """Pack prefixes into rows, on the host. Row count and length take few values, as programs depend on them.
 
-    Args:
-      prompts: the prompts, [P, S]; responses to a prompt are adjacent.
-      prefix: the prefixes of the B responses.
-      shards: batch shards, which hold B / shards adjacent responses each.
-      limit: maximum tokens of a response.
+    Each shard holds B / shards responses, adjacent if to the same prompt, of at most `limit` tokens.
     """
     heads, head_lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
     tokens, lengths = np.asarray(prefix.tokens), np.asarray(prefix.lengths)
@@ -90,14 +79,9 @@ def place(
     shards: int,
     longest: int,
 ) -> tuple[list[dict[int, Place]], int, int]:
-    """Where the prefixes of each shard's responses are, by response; the rows of every shard, and their tokens.
+    """Return each shard's places by response, the rows per shard, and the tokens of a row.
 
-    Args:
-      lengths: tokens of each prefix; those without any get no place.
-      prompts: tokens of the prompt before it.
-      groups: number of its prompt.
-      shards: batch shards, which hold B / shards adjacent responses each.
-      longest: tokens of a row, unless a single shorter one is enough.
+    Rows have `longest` tokens, unless a single shorter one suffices. Empty prefixes get no place.
     """
     own = np.split(np.arange(len(lengths)), shards)
     found = [_fill(lengths, prompts, groups, i[lengths[i] > 0], width=longest) for i in own]
@@ -111,10 +95,7 @@ def place(
 def _fill(
     lengths: np.ndarray, prompts: np.ndarray, groups: np.ndarray, chosen: Int[np.ndarray, " b"], *, width: int
 ) -> dict[int, Place]:
-    """Places for the prefixes of the chosen responses in as few rows as a fast search finds, the longest first.
-
-    A prefix joins its group in a row that has room and their prompt, else the first row with room for both.
-    """
+    """Place prefixes, longest first, where they add the fewest tokens."""
     rows: list[dict[int, list[int]]] = []
     room: list[int] = []
     for i in chosen[np.argsort(-lengths[chosen], kind="stable")]:
@@ -139,17 +120,16 @@ def _fill(
 
 
 def row_tokens(prompt: int, limit: int) -> int:
-    """Tokens of a row: room for the longest prompt and response."""
     return max(LEAST, prompt + limit)
 
 
 def few(rows: int) -> int:
-    """The least of 1, 2, 3, 4, 6, 8, 12, … that is not below `rows`."""
+    """Return the least of 1, 2, 3, 4, 6, 8, 12, … that is not below `rows`."""
     power = 1 << (rows - 1).bit_length()
     return power * 3 // 4 if power >= 4 and rows <= power * 3 // 4 else power
 
 
 def bucket(longest: int, size: int) -> int:
-    """The least of a quarter, a half, three quarters and all of `size` that holds `longest`."""
+    """Return the least of a quarter, a half, three quarters and all of `size` that holds `longest`."""
     quarter = -(-size // 4)
     return min(-(-longest // quarter) * quarter, size)

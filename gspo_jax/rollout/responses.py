@@ -1,4 +1,4 @@
-"""Responses assembled from the decode loop's logs, phase by phase, and cut at their ends into a `Rollout`."""
+"""Responses assembled from the decode loop's logs, phase by phase, and cut into a `Rollout`."""
 
 from functools import partial
 
@@ -21,18 +21,18 @@ from gspo_jax.types import Rollout, RouterRecord
 
 @struct.dataclass
 class ResponseBuffer:
-    """The n responses of a shard, in their own order; entries past a response's end are undefined."""
+    """The n responses of a shard, in their own order; undefined past their ends."""
 
     sampled: SampledTokens
-    """Sampled tokens with their log-probs, [n, T]; on prefixes the prefix's tokens, with log-probs 0."""
+    """[n, T]; prefixes have log-probs 0."""
     routes: RouterRecord
-    """Routes of the tokens that were fed to the model, [n, T, L·K]."""
+    """Routes of tokens fed to the model, [n, T, L·K]."""
     lengths: Int[Array, " n"]
-    """Number of tokens of each response; may be too large for a response that has ended, which is cut at its end."""
+    """May exceed an ended response's length until it is cut."""
 
     @classmethod
     def start(cls, prefilled: Prefilled, prefix_lengths: Int[Array, " n"], max_length: int) -> "ResponseBuffer":
-        """The buffer before the first decode step: each response's prefix and first sampled token."""
+        """Start with each response's prefix and first sampled token."""
         is_first = jnp.arange(max_length)[None] == prefix_lengths[:, None]
         sampled = jax.tree.map(lambda d: jnp.where(is_first, d[:, None], jnp.zeros((), d.dtype)), prefilled.first)
         prefix, prefix_kv = prefilled.prefix, prefilled.prefix_kv
@@ -57,14 +57,7 @@ class ResponseBuffer:
     def add_phase(
         self, state: LoopState, position: Int[Array, " n"], prefix_lengths: Int[Array, " n"]
     ) -> "ResponseBuffer":
-        """The buffer with the tokens and routes of one phase copied in.
-
-        Args:
-          state: the loop's state at the end of the phase. Token t of the response at queue position p is in row
-            `first_row[p] + t` of the log, if it was sampled in this phase.
-          position: queue position of each response.
-          prefix_lengths: prefix tokens of each response.
-        """
+        """Copy in the tokens and routes of the phase ending in `state`; `position` is each response's in the queue."""
         T, B = self.sampled.tokens.shape[1], state.positions.shape[0]
         at = jnp.arange(T, dtype=jnp.int32)[None]
         row, held = state.first_row[position, None] + at, state.slot[position, None]
@@ -84,10 +77,9 @@ class ResponseBuffer:
         )
 
     def rollout(self, loop: DecodeLoop, *, prompt_length: int) -> tuple[Rollout, Bool[Array, " n"]]:
-        """Cut each response at its token limit or at the first EOS after its prefix, whichever comes first.
+        """Cut each response at its token limit or at the first EOS after its prefix.
 
-        Returns:
-          The rollout, with prompts padded to `prompt_length`, and True for each response that ends at neither.
+        Also returns True for each response that reached neither.
         """
         prefilled, limits, pad_id = loop.prefilled, loop.limits, loop.stop.pad_id
         tokens, at = self.sampled.tokens, jnp.arange(self.sampled.tokens.shape[1])[None]
@@ -125,5 +117,5 @@ class ResponseBuffer:
 
 
 def _has_successor(mask: Bool[Array, "n T"]) -> Bool[Array, "n T"]:
-    """True where the next token is in the mask: the model was fed this token to sample the next one."""
+    """True where the next token is in the mask: this token was fed to sample it."""
     return jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))

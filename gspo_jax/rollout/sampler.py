@@ -1,4 +1,4 @@
-"""The decoder with its own copy of the weights, in the sampler's layout and dtype."""
+"""The decoder with its own copy of the weights."""
 
 import math
 import time
@@ -20,13 +20,13 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import decoder, polled
 from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.precision import Precision
-from gspo_jax.rollout.prefixes import PackedPrefix, Prefix, bucket, pack
+from gspo_jax.rollout.prefixes import Prefix, bucket, pack
 from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.rollout.shard import Decoded, DecodeStats
 from gspo_jax.types import Prompts, Rollout, RouterRecord, SamplerStats, Weights
 
 POLL_STEPS = 256
-"""Decode steps between two checks for a stop request; a decode of fewer is one program."""
+"""Decode steps between checks for a stop request; a shorter decode is one program."""
 
 
 class Sampler:
@@ -49,41 +49,34 @@ class Sampler:
         cache_dtype: CacheDtype | None = None,
         shares_frozen: bool = False,
     ):
-        """Create a sampler without weights, which compiles nothing yet.
+        """Create a sampler without weights; compiles nothing yet. For other arguments see `decoder`.
 
         Args:
           graph: the model, computing in `dtype`.
-          shapes: shapes and metadata of its parameters.
-          mesh: the sampler's own mesh: the trainer's, or its devices in the same order along other axes.
-          dtype: dtype of the sampler's weights, except those declared float32.
-          group_size: responses per prompt, G.
-          sampling: as in `decoder.generate`, like `stop` and `router_logprobs`.
-          stop: when a response ends.
-          slots: responses decoded at a time, over all devices; None, or more than there are responses: all.
-          poll_steps: decode steps after which `poll` is called; None: only before a sampling call.
-          router_logprobs: also record the router's log-probs of the experts it chose.
-          precision: what the weights, except those declared float32, are rounded to; None: to `dtype` alone.
-          cache_dtype: as in `decoder.generate`.
-          shares_frozen: the trainer has the frozen weights in this layout and dtype, so that there is no copy of them.
+          mesh: the trainer's, or its devices in the same order along other axes.
+          dtype: of the weights, except those declared float32.
+          slots: None or more than there are responses: all.
+          poll_steps: decode steps between calls of `poll`; None: only before a sampling call.
+          precision: rounds weights not declared float32.
+          shares_frozen: use the trainer's frozen weights, already in this layout and dtype.
         """
         self._graph, self._shapes, self.shares_frozen = graph, shapes, shares_frozen
         self.reshard = decoder.make_reshard(self.moved(shapes), mesh, dtype, precision)
-        """Casts and reshards the trainer's `moved` weights."""
         self._weights: Weights | None = None
         self._sampling, self._slots, self._router_logprobs = sampling, slots, router_logprobs
         self._poll_steps, self._cache_dtype = poll_steps, cache_dtype
         self.group_size, self.stop, self.mesh = group_size, stop, mesh
         self.copy_bytes = 0
-        """Size of the sampler's newest copy of the weights in bytes, summed over devices."""
+        """Size of the newest copy of the weights, over all devices."""
         self.stats = SamplerStats()
-        """Time and work since the weights were last loaded."""
+        """Work since the weights were last loaded."""
+        self.policies = 0
         self.poll: Callable[[], None] = lambda: None
         """Called before every sampling call and every `poll_steps` decode steps; may raise to end the call."""
         self._sampled_shapes: set[tuple[Any, ...]] = set()
 
     @property
     def prefill_options(self) -> dict[str, Any]:
-        """Static arguments of `decoder.prefill`."""
         return {
             "sampling": self._sampling,
             "router_logprobs": self._router_logprobs,
@@ -91,31 +84,28 @@ class Sampler:
         }
 
     def decode_options(self, responses: int) -> dict[str, Any]:
-        """Static arguments of `decoder.decode` for a call of this many responses; needs the sampler's mesh in scope."""
-        slots = None if self._slots is None else min(self._slots, responses)
-        return {"sampling": self._sampling, "stop": self.stop, "slots": decoder.resolve_slots(slots, responses)}
+        """Static arguments of `decoder.decode`."""
+        slots = responses if self._slots is None else min(self._slots, responses)
+        return {"sampling": self._sampling, "stop": self.stop, "slots": slots}
 
     def pieces(self, responses: int, min_ended: float = 1.0) -> PolledDecode | None:
-        """The programs of a decode of this many responses, or None if `decoder.decode` does it in one.
-
-        It is one where it takes at most `poll_steps` steps. Needs the sampler's mesh in scope.
-        """
+        """Return the programs of a polled decode, or None if it fits `poll_steps`."""
         options, steps = self.decode_options(responses), self._poll_steps
         if steps is None or decoder.most_steps(responses, options["slots"], self.stop) <= steps:
             return None
         return PolledDecode(graph=self._graph, **options, min_ended=min_ended, poll_steps=steps)
 
     def moved(self, weights: Weights) -> Weights:
-        """The trainer's weights that the sampler keeps a copy of."""
+        """Return the trainer's weights that the sampler copies."""
         return Weights.full(weights.trainable) if self.shares_frozen else weights
 
     def copied(self, weights: Weights) -> Weights:
-        """The sampler's weights: a copy of what is `moved`, beside the trainer's own arrays."""
+        """Return the sampler's weights: a copy of what is `moved`, plus shared arrays."""
         copy = self.reshard(self.moved(weights))
         return Weights(copy.trainable, weights.frozen) if self.shares_frozen else copy
 
     def load(self, weights: Weights) -> None:
-        """Cast and reshard the trainer's weights into the sampler's copy, and reset `stats`."""
+        """Copy the trainer's weights, cast and resharded, and reset `stats`."""
         with jax.set_mesh(self.mesh):
             self._weights = copied = jax.block_until_ready(self.copied(weights))
         self.copy_bytes = sum(
@@ -125,7 +115,7 @@ class Sampler:
         self.stats = SamplerStats()
 
     def release(self) -> None:
-        """Drop the weights, so that the update can use their memory."""
+        """Free the weights' memory for the update."""
         self._weights = None
 
     def __call__(
@@ -136,13 +126,7 @@ class Sampler:
         first: int = 0,
         limits: Int[np.ndarray, " B"] | None = None,
     ) -> Rollout:
-        """Sample whole responses to prompts on the host. Response i uses the key `fold_in(key, first + i)`.
-
-        Args:
-          prompts: on the host, [P, S].
-          key: shared by all responses.
-          first: number of the first response.
-          limits: token limit of each response, at most the stop rule's length; None: that length for all.
+        """Sample whole responses to prompts on the host, [P, S]. Response i uses the key `fold_in(key, first + i)`.
 
         Raises:
           RuntimeError: input shapes sampled before were compiled again.
@@ -150,12 +134,12 @@ class Sampler:
         return self.resume(prompts, self.keys(prompts, key, first), limits=limits).rollout
 
     def keys(self, prompts: Prompts, key: Key[Array, ""], first: int) -> UInt32[np.ndarray, "B words"]:
-        """Key data of the responses to `prompts`, numbered from `first`. Consumes `key`."""
+        """Return key data of the responses to `prompts`, numbered from `first`. Consumes `key`."""
         numbers = first + np.arange(len(prompts.lengths) * self.group_size)
         return np.asarray(jax.random.key_data(decoder.response_keys(key, jnp.asarray(numbers))))
 
     def empty_routes(self, responses: int, positions: int) -> RouterRecord:
-        """A router record on the host with no position routed yet, for responses that have not started."""
+        """Return a host router record with nothing routed."""
         config = self._shapes.model(self._graph).config
         shape = (responses, positions, *config.route_shape)
         experts: Any = np.full(shape, -1, config.expert_dtype)
@@ -171,10 +155,10 @@ class Sampler:
         limits: Int[np.ndarray, " B"] | None = None,
         min_ended: float = 1.0,
     ) -> Decoded:
-        """Continues responses from their prefixes with the loaded weights; counted in `stats`.
+        """Continue responses from their prefixes; counted in `stats`.
 
-        The arguments are those of `decoder.generate`, on the host. Prompts are cut to the smallest `bucket` that holds
-        the longest of them, and padded back to their original width in the result.
+        Arguments are as in `decoder.prefill` and `decode`, on the host. Prompts are cut to the smallest `bucket` that
+        holds the longest, and padded back in the result.
 
         Raises:
           ValueError: no weights are loaded.
@@ -189,51 +173,29 @@ class Sampler:
         packed = None if prefix is None else pack(prompts, prefix, shards=shards, limit=self.stop.max_length)
         shapes = (prompts.tokens.shape, width, packed and packed.tokens.shape, limits is None, min_ended)
         compiled = _compiled_programs()
-        inputs: Any = hosts.shard_rows(self.mesh, (prompts, keys, packed, limits))
+        placed: Any = hosts.shard_rows(self.mesh, (prompts, keys, packed, limits))
         with jax.set_mesh(self.mesh):
-            decoded = self._generate(*inputs, prompt_length=width, min_ended=min_ended)
+            batch, key_data, rows, most = placed
+            own_keys, start = jax.random.wrap_key_data(key_data), time.perf_counter()
+            prefilled = jax.block_until_ready(
+                decoder.prefill(self._graph, self._weights, batch, own_keys, rows, **self.prefill_options)
+            )
+            middle = time.perf_counter()
+            inputs = self._weights, prefilled, own_keys, most
+            if (pieces := self.pieces(len(keys), min_ended)) is not None:
+                decoded = pieces(*inputs, prompt_length=width, poll=self.poll)
+            else:
+                options: Any = {**self.decode_options(len(keys)), "min_ended": min_ended}
+                decoded = decoder.decode(self._graph, *inputs, **options, prompt_length=width)
+            decoded = jax.block_until_ready(decoded)
+            self._count(decoded.stats, prefill_s=middle - start, decode_s=time.perf_counter() - middle)
         if shapes in self._sampled_shapes and _compiled_programs() > compiled:
-            # Without this error every iteration would silently pay for compilation.
+            # Otherwise every iteration would silently pay for compilation.
             raise RuntimeError(f"prompts of shape {shapes[0]} were sampled before, yet the sampler was compiled again")
         self._sampled_shapes.add(shapes)
         return decoded
 
-    def _generate(
-        self,
-        prompts: Prompts,
-        key_data: UInt32[Array, "B words"],
-        prefix: PackedPrefix | None,
-        limits: Int[Array, " B"] | None,
-        *,
-        prompt_length: int,
-        min_ended: float,
-    ) -> Decoded:
-        """`resume` with inputs on the devices: `decoder.generate`, with prefill and decode timed apart."""
-        keys, B = jax.random.wrap_key_data(key_data), len(key_data)
-        start = time.perf_counter()
-        prefilled = jax.block_until_ready(
-            decoder.prefill(
-                self._graph,
-                self._weights,
-                prompts,
-                keys,
-                prefix,
-                **self.prefill_options,
-            )
-        )
-        middle = time.perf_counter()
-        inputs: tuple[Any, ...] = self._weights, prefilled, keys, limits
-        if (pieces := self.pieces(B, min_ended)) is not None:
-            decoded = pieces(*inputs, prompt_length=prompt_length, poll=self.poll)
-        else:
-            options: dict[str, Any] = {**self.decode_options(B), "min_ended": min_ended}
-            decoded = decoder.decode(self._graph, *inputs, **options, prompt_length=prompt_length)
-        decoded = jax.block_until_ready(decoded)
-        self._count(decoded.stats, prefill_s=middle - start, decode_s=time.perf_counter() - middle)
-        return decoded
-
     def _count(self, work: DecodeStats, *, prefill_s: float, decode_s: float) -> None:
-        """Add one call to `stats`."""
         work, stats = hosts.allgather(work), self.stats
         self.stats = SamplerStats(
             prefill_s=stats.prefill_s + prefill_s,

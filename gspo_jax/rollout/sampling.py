@@ -1,4 +1,4 @@
-"""Sampling settings, and the distribution that tokens are sampled from: temperature, top-k, top-p and min-p."""
+"""Sampling settings, and the distribution that tokens are sampled from."""
 
 import dataclasses
 import math
@@ -14,14 +14,14 @@ from gspo_jax.kernels.logprobs import log_softmax_at
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Distribution that tokens are sampled from, given the logits. The defaults keep the model's distribution whole."""
+    """Distribution that tokens are sampled from, by default the model's."""
 
     temperature: float = 1.0
     """Divisor of the logits; 0 for greedy decoding."""
     top_k: int = 0
     """Keep the k most probable tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens whose probability reaches this; 1 keeps all."""
+    """Keep the smallest set of tokens with at least this total probability; 1 keeps all."""
     min_p: float = 0.0
     """Drop tokens less than this fraction as probable as the most probable one; 0 keeps all."""
 
@@ -37,27 +37,25 @@ class SamplingParams:
 
     @property
     def scoring_temperature(self) -> float:
-        """Temperature for full-softmax log-probs; 1 for greedy decoding, which defines none."""
+        """Temperature of full-softmax log-probs; 1 for greedy decoding."""
         return self.temperature if self.temperature > 0 else 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StopRule:
-    """When a response ends, and the padding that follows it."""
+    """When a response ends, and its padding."""
 
     max_length: int
-    """Maximum response length T in tokens, prefix and EOS included."""
+    """Response tokens T, prefix and EOS included."""
     eos_ids: tuple[int, ...]
-    """Token ids that end a response, which includes the first of them; empty: run to the length limit."""
+    """Ids that end a response and belong to it; empty: run to the length limit."""
     pad_id: int = 0
-    """Token id that fills a row after the end."""
 
 
 def truncate(logits: Float[Array, "B V"], *, top_k: int, top_p: float, min_p: float = 0.0) -> Float[Array, "B V"]:
-    """Logits with -inf for tokens that top-k, then top-p, then min-p (arXiv 2407.01082) exclude.
+    """Set the logits to -inf for tokens that top-k, then top-p, then min-p (arXiv 2407.01082) exclude.
 
-    Kept are the top k; of these the smallest set whose probability reaches top_p; of these the tokens at least min_p
-    times as probable as the most probable one. Ties with the last kept token stay, and so does the most probable token.
+    Ties with the last kept token stay, and so does the most probable token.
     """
     if 0 < top_k < logits.shape[-1]:
         kth = jax.lax.top_k(logits, top_k)[0][..., -1:]
@@ -65,7 +63,7 @@ def truncate(logits: Float[Array, "B V"], *, top_k: int, top_p: float, min_p: fl
     if top_p < 1:
         descending = -jnp.sort(-logits, axis=-1)
         probs = jax.nn.softmax(descending, axis=-1)
-        before = jnp.cumsum(probs, axis=-1) - probs  # total probability of higher-ranked tokens
+        before = jnp.cumsum(probs, axis=-1) - probs
         last = jnp.where(before < top_p, descending, jnp.inf).min(axis=-1, keepdims=True)
         logits = jnp.where(logits < last, -jnp.inf, logits)
     if min_p > 0:
@@ -75,10 +73,7 @@ def truncate(logits: Float[Array, "B V"], *, top_k: int, top_p: float, min_p: fl
 
 
 def _most_probable(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """Return the first token with the highest logit.
-
-    On CPU by two plain reductions: that of argmax, over logits and ids at once, takes eight times as long.
-    """
+    """Return the first token with the highest logit. On CPU argmax takes eight times as long."""
     if platform() != "cpu":
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     ids, last = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1), logits.shape[1] - 1
@@ -90,9 +85,8 @@ def draw(
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
     """Sample one token per row with that row's key.
 
-    Returns:
-      Token ids; their log-probs under the distribution sampled from (0 for greedy decoding, a point mass); and their
-      log-probs under the full softmax at the scoring temperature. Log-probs are float32.
+    Returns token ids and float32 log-probs, under the distribution sampled from (0 for greedy decoding) and under the
+    full softmax at the scoring temperature.
     """
     logits = logits.astype(jnp.float32) / sampling.scoring_temperature
     if sampling.temperature == 0:
@@ -100,7 +94,6 @@ def draw(
         logprobs = log_softmax_at(logits, tokens)[0]
         return tokens, jnp.zeros_like(logprobs), logprobs
     kept = truncate(logits, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
-    # As jax.random.categorical does.
     noise = jax.vmap(lambda key: jax.random.gumbel(key, kept.shape[1:], kept.dtype))(keys)
     tokens = _most_probable(kept + noise)
     full = log_softmax_at(logits, tokens)[0]

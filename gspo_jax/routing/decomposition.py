@@ -1,15 +1,13 @@
-"""What of the importance ratio's noise is routing: log-ratios split into a part of the weights and one of the routes.
+"""Routing's share of the importance ratio's noise: log-ratios split into a weights part and a routes part.
 
-The same responses are scored three times: by the old policy; by a later policy that replays the old policy's routes;
-and by the later policy with the routes of its own routers. The log-ratio of a token is then d = w + r,
+Responses are scored by the old policy, by a later one replaying the old routes, and by the later one with its own
+routes. A token's log-ratio is d = w + r,
 
-    w = log π(replayed) − log π_old    what the weights did, with every token at the experts that it had
-    r = log π(native) − log π(replayed)    what the routes did
+    w = log π(replayed) − log π_old    effect of the weights at fixed experts
+    r = log π(native) − log π(replayed)    effect of the routes
 
-and Var d = Var w + Var r + 2·Cov(w, r), for tokens and, with means over their tokens, for responses. The share of the
-routes is Cov(r, d) / Var d; with that of the weights it adds up to 1.
-
-All of it is on the host, in float64: moments are summed by groups of responses, from which intervals are drawn anew.
+and Var d = Var w + Var r + 2·Cov(w, r), for tokens and, with means over their tokens, for responses. The routes' share
+is Cov(r, d) / Var d; the weights' is the rest. On the host, in float64.
 """
 
 import itertools
@@ -22,13 +20,12 @@ from jaxtyping import Bool, Float, Int
 from gspo_jax.estimates import COVERAGE, RESAMPLES
 
 PARTS = ("weights", "routes", "covariance")
-"""Parts of a variance, which add up to the whole."""
 MOST_FLIPS = 8
 """Tokens with this many flipped experts or more are one class."""
 
 
 class Moments(NamedTuple):
-    """Sums over N numbers, of each of P groups."""
+    """Sums over N numbers, per group, the bootstrap's unit."""
 
     count: Float[np.ndarray, " P"]
     d: Float[np.ndarray, " P"]
@@ -71,13 +68,13 @@ class LogRatios(NamedTuple):
         native: Float[np.ndarray, "B T"],
         mask: Bool[np.ndarray, "B T"],
     ) -> "LogRatios":
-        """Split the log-ratios of log-probs, whose values outside the mask have no effect."""
+        """Split the log-ratios of log-probs."""
         old, replayed, native = (np.where(mask, np.asarray(x, np.float64), 0.0) for x in (old, replayed, native))
         return cls(native - old, replayed - old, native - replayed, mask)
 
     @property
     def of_responses(self) -> "LogRatios":
-        """Means over the tokens of each response, as responses of one token; empty ones are masked."""
+        """Means over each response's tokens, as one-token responses; empty ones are masked."""
         lengths = self.mask.sum(axis=1, keepdims=True)
         whole, weights, routes = (
             np.where(self.mask, x, 0.0).sum(axis=1, keepdims=True) / np.maximum(lengths, 1) for x in self[:3]
@@ -85,24 +82,22 @@ class LogRatios(NamedTuple):
         return LogRatios(whole, weights, routes, lengths > 0)
 
     def where(self, chosen: Bool[np.ndarray, "B T"]) -> "LogRatios":
-        """Only the chosen tokens."""
         return self._replace(mask=self.mask & chosen)
 
     def moments(self, group_size: int) -> Moments:
-        """Sums over the tokens of each group of responses."""
         d, w, r = (np.where(self.mask, x, 0.0) for x in self[:3])
         columns = (self.mask, d, w, r, d * d, w * w, r * r, w * r)
         return Moments(*(x.reshape(-1, group_size * self.mask.shape[1]).sum(axis=1, dtype=float) for x in columns))
 
 
 def split(moments: Moments) -> Split:
-    """Return the variance of all numbers and its parts; zeros if there are none."""
+    """Return the variance of all numbers and its parts."""
     parts = _parts(np.array([x.sum() for x in moments])[:, None])
     return Split(*(float(part[0]) for part in parts))
 
 
 def share_interval(moments: Moments, *, seed: int) -> tuple[float, float]:
-    """Interval of the routes' share with probability COVERAGE: the percentile bootstrap over groups."""
+    """Return a percentile-bootstrap interval of the routes' share, over groups, with probability COVERAGE."""
     sums = np.array(moments)
     drawn = np.random.default_rng(seed).multinomial(sums.shape[1], np.full(sums.shape[1], 1 / sums.shape[1]), RESAMPLES)
     whole, _, routes, covariance = _parts(sums @ drawn.T)
@@ -113,7 +108,6 @@ def share_interval(moments: Moments, *, seed: int) -> tuple[float, float]:
 
 
 def _parts(sums: Float[np.ndarray, "8 N"]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return whole, weights, routes and covariance of N sets of sums."""
     count, d, w, r, dd, ww, rr, wr = sums
     count = np.maximum(count, 1)
     whole, weights, routes = (
@@ -123,16 +117,15 @@ def _parts(sums: Float[np.ndarray, "8 N"]) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 class Flips(NamedTuple):
-    """Which of a token's old experts its later routers did not choose."""
+    """A token's old experts that its later routers did not choose."""
 
     old: Bool[np.ndarray, "B T L K"]
-    """True for old experts that are gone, most probable first."""
+    """True for dropped experts, most probable first."""
     probability: Float[np.ndarray, "B T L K"] | None
-    """The old routers' probability of these experts; None if it was not recorded."""
+    """Probability by the old routers; None if not recorded."""
 
     @property
     def count(self) -> Int[np.ndarray, "B T"]:
-        """Experts of each token that are gone, over all layers."""
         return self.old.sum(axis=(2, 3))
 
 
@@ -152,26 +145,26 @@ def flips(
 
 
 def at_predicting(x: np.ndarray, prompt_lengths: Int[np.ndarray, " B"], prompt_columns: int) -> np.ndarray:
-    """Values [B, T, …] at the position before each response token, from those of all positions [B, N, …]."""
+    """Return values [B, T, …] at the position before each response token, from all positions [B, N, …]."""
     last = x[np.arange(len(x)), prompt_lengths - 1]
     return np.concatenate([last[:, None], x[:, prompt_columns:-1]], axis=1)
 
 
 def by_flips(ratios: LogRatios, found: Flips) -> list[dict[str, float]]:
-    """Mean square of the routes' part by the number of a token's flipped experts, 0 to MOST_FLIPS and more."""
+    """Return mean squares by a token's number of flipped experts, 0 to MOST_FLIPS and more."""
     count = np.minimum(found.count, MOST_FLIPS)
     return [{"flips": n} | _squares(ratios.where(count == n)) for n in range(MOST_FLIPS + 1)]
 
 
 def by_rank(ratios: LogRatios, found: Flips) -> list[dict[str, float]]:
-    """The same by the best rank, 1 for the most probable, that a token's flipped experts have in any layer."""
+    """Return mean squares by a token's best rank, 1 for most probable, of a flipped expert in any layer."""
     gone = found.old.any(axis=2)
     best = np.where(gone.any(axis=2), gone.argmax(axis=2), -1)
     return [{"rank": rank + 1} | _squares(ratios.where(best == rank)) for rank in range(gone.shape[2])]
 
 
 def by_probability(ratios: LogRatios, found: Flips, edges: Sequence[float]) -> list[dict[str, float]]:
-    """The same by the largest probability that the old routers gave a token's flipped experts, between the edges."""
+    """Return mean squares by a token's largest old probability of a flipped expert, between the edges."""
     assert found.probability is not None
     largest = np.where(found.old, found.probability, -1.0).max(axis=(2, 3))
     return [
@@ -181,7 +174,7 @@ def by_probability(ratios: LogRatios, found: Flips, edges: Sequence[float]) -> l
 
 
 def by_position(ratios: LogRatios, *, parts: int) -> list[dict[str, float]]:
-    """Split the variance of tokens by their position, in `parts` of equal width."""
+    """Split the variance by token position, in `parts` of equal width."""
     T = ratios.mask.shape[1]
     edges = [round(T * i / parts) for i in range(parts + 1)]
     found = []
@@ -193,14 +186,13 @@ def by_position(ratios: LogRatios, *, parts: int) -> list[dict[str, float]]:
 
 
 def _squares(ratios: LogRatios) -> dict[str, float]:
-    """Number of tokens and mean square of each part."""
     count = int(ratios.mask.sum())
     squares = ((x**2)[ratios.mask].sum() / max(1, count) for x in (ratios.weights, ratios.routes))
     return {"tokens": count, **dict(zip(("weights_squared", "routes_squared"), map(float, squares), strict=True))}
 
 
 def metrics(ratios: LogRatios) -> dict[str, float]:
-    """The split of tokens and of responses by its names in metrics.jsonl."""
+    """Return the split of tokens and of responses, keyed as in metrics.jsonl."""
     found = {}
     for level, these in (("token", ratios), ("sequence", ratios.of_responses)):
         one = split(these.moments(1))

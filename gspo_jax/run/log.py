@@ -3,42 +3,41 @@
 import importlib.util
 import itertools
 import math
-import shlex
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import flags
 from ml_collections import ConfigDict
 
-from gspo_jax import benchmark
 from gspo_jax.data.tokenizer import Tokenizer
-from gspo_jax.evaluate import Evaluation
+from gspo_jax.engine import Engine
+from gspo_jax.folder.metrics import MetricsWriter, Mirror, read_metrics
+from gspo_jax.folder.notes import clear_end, write_config
+from gspo_jax.folder.samples import SamplesWriter
+from gspo_jax.folder.weights_and_biases import connect
+from gspo_jax.measuring import published
+from gspo_jax.measuring.held_out import Evaluation
 from gspo_jax.objectives import Objective
 from gspo_jax.objectives.guards import clip_range_warning, rounding_warning
 from gspo_jax.parallel import hosts, processes
-from gspo_jax.reporting.progress import Progress
-from gspo_jax.reporting.weights_and_biases import connect
-from gspo_jax.reporting.writers import MetricsWriter, Mirror, SamplesWriter, clear_end, read_metrics, write_config
-from gspo_jax.rewards.shaping import differ
-from gspo_jax.rollout.sampler import Sampler
+from gspo_jax.progress import Progress
+from gspo_jax.rollout.rounds import Rounds
 from gspo_jax.run.clock import Clock
-from gspo_jax.run.rounds import Rounds
-from gspo_jax.run.scored import Scored
-from gspo_jax.run.shaping import Shaping
-from gspo_jax.training.batches import take_minibatch
 from gspo_jax.training.metrics import Metrics
+from gspo_jax.training.packing import take_minibatch
+from gspo_jax.training.shaping import Shaping, differ
+from gspo_jax.types import Batch
 
 SHOWN_CHARACTERS = 400
-"""Maximum characters of a completion shown on the terminal; the file under samples/ has the whole text."""
+"""Maximum characters of a completion on the terminal."""
 
 
 class RunLog:
-    """Writes a run's metrics and samples (first process only) and shows its progress."""
+    """Writes a run's metrics and samples, and shows its progress."""
 
     def __init__(
         self,
@@ -48,108 +47,103 @@ class RunLog:
         samples: SamplesWriter | None = None,
         evaluations: Sequence[tuple[int, dict[str, float]]] = (),
     ):
-        """`writer` and `samples` are None on every process but the first; `evaluations` are from before a resume."""
+        """`writer` and `samples` are None except on the first process."""
         self.progress, self._writer, self._samples = progress, writer, samples
         self.evaluations = list(evaluations)
-        """Every evaluation so far: iterations done before it, and its metrics by name."""
+        """Iterations done and metrics of each evaluation."""
         self._warned: set[str] = set()
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write metrics of a step to the run folder; every process calls this with the same values."""
+        """Write metrics of a step. Every process passes the same values."""
         if self._writer is not None:
             self._writer.write(step, metrics)
 
     def sync(self) -> None:
-        """Return once all metrics written so far are on the disk."""
+        """Return once all written metrics are on disk."""
         if self._writer is not None:
             self._writer.sync()
 
     def updates(
         self, step: int, line: Mapping[str, Any], columns: Mapping[str, Any], metrics: list[Metrics], *, group_size: int
     ) -> None:
-        """Write one line per update of an iteration; the iteration's own metrics join the last.
+        """Write one line per update of an iteration. `line`, the iteration's metrics, joins the last.
 
-        Args:
-          step: the newest update's number.
-          line: the iteration's own metrics, and its number under "iteration".
-          columns: per-response values [B] on the host, from `response_columns`.
-          metrics: metrics of each update.
-          group_size: adjacent rows of one group.
+        `step` is the newest update, and `columns` are from `response_columns`.
         """
         iteration = {"iteration": line["iteration"]}
         for i, seen in enumerate(metrics):
             own = take_minibatch(columns, i, count=len(metrics), group_size=group_size)
             row = {**iteration, "minibatch": i, **response_metrics(own)}
-            # Only the first mini-batch is scored with the same weights that sampled it.
+            # Only the first mini-batch is scored with the sampling weights.
             row |= {name: value for name, value in seen.items() if i == 0 or not name.startswith("mismatch/")}
             row |= line if i + 1 == len(metrics) else {}
             self.write(step - len(metrics) + 1 + i, row)
         self.guard_ratios(metrics)
 
     def evaluated(self, step: int, iteration: int, result: Evaluation) -> None:
-        """Record a held-out evaluation after an iteration, on the line of its last update."""
+        """Record a held-out evaluation on its last update's line."""
         self.evaluations.append((iteration, result.metrics()))
         self.write(step, result.metrics())
         self.progress.keep(accuracy=self._accuracy())
         self.progress.say(f"update {step}: {result}")
 
     def _accuracy(self) -> tuple[float, int] | None:
-        """The newest accuracy, and the iterations done before it; None before the first evaluation."""
         if not self.evaluations:
             return None
         iteration, metrics = self.evaluations[-1]
         return metrics["eval/accuracy"], iteration
 
     def measured(self, step: int, label: str, facts: dict[str, Any]) -> None:
-        """Record a benchmark's result on the line of its last update; only the first process has it."""
+        """Record a benchmark's result, empty except on the first process."""
         if facts:
-            self.write(step, benchmark.metrics(label, facts))
-            self.progress.say(f"update {step}: {benchmark.described(facts)}")
+            self.write(step, published.metrics(label, facts))
+            self.progress.say(f"update {step}: {published.described(facts)}")
 
-    def advance(self, scored: Scored, metrics: list[Metrics], *, tokens_per_s: float) -> None:
+    def advance(self, batch: Batch, metrics: list[Metrics], *, tokens_per_s: float) -> None:
         """End an iteration on the progress bar."""
         self.progress.advance(
-            reward=float(np.nanmean(scored.total)),
+            reward=float(np.nanmean(batch.rewards.total)),
             clip_fraction=float(metrics[-1]["clip_fraction/sequence"]),
             flip_rate=metrics[-1].get("routing/flip_rate"),
             tokens_per_s=tokens_per_s,
             accuracy=self._accuracy(),
         )
 
-    def keep_samples(self, step: int, scored: Scored, tokenizer: Tokenizer, *, count: int) -> None:
-        """Write and print about `count` completions, spread over the batch."""
-        shown = np.arange(0, len(scored.total), max(1, len(scored.total) // count))
-        tokens, mask = hosts.allgather((scored.rollout.tokens, scored.rollout.mask))
-        kept = [row[keep].tolist() for row, keep in zip(tokens[shown], mask[shown], strict=True)]
+    def keep_samples(self, step: int, batch: Batch, tokenizer: Tokenizer, *, count: int) -> None:
+        """Write and print about `count` completions, spread over the packed batch."""
+        total = batch.rewards.total
+        shown = np.arange(0, len(total), max(1, len(total) // count))
+        tokens, mask = hosts.fetch_places((batch.rollout.tokens, batch.rollout.mask), batch.packing.places[shown])
+        kept = [row[keep].tolist() for row, keep in zip(tokens, mask, strict=True)]
         completions = [tokenizer.decode(ids, skip_special=False) for ids in kept]
         if self._samples is not None:
             self._samples.write(
                 step,
-                prompts=scored.texts[shown].tolist(),
+                prompts=batch.texts[shown].tolist(),
                 completions=completions,
-                rewards=scored.total[shown].tolist(),
-                answers=[record["answer"] for record in scored.records[shown]],
+                rewards=total[shown].tolist(),
+                answers=[record["answer"] for record in batch.records[shown]],
                 special=tokenizer.special,
             )
         for i, completion in zip(shown, completions, strict=True):
             shortened = textwrap.shorten(completion, SHOWN_CHARACTERS, placeholder=" …")
-            self.progress.say(f"  reward {scored.total[i]:.4g}  {scored.texts[i]!r} -> {shortened!r}")
+            self.progress.say(f"  reward {total[i]:.4g}  {batch.texts[i]!r} -> {shortened!r}")
 
     def summary(self, title: str) -> dict[str, dict[str, float]]:
-        """Print and return the first and the last evaluation."""
+        """Print and return the first and last evaluation."""
         (_, first), (_, last) = self.evaluations[0], self.evaluations[-1]
         rows = [{"": name, "first": first[name], "last": last[name]} for name in first]
         self.progress.table(rows, title=title)
         return {"first": first, "last": last}
 
     def warn(self, text: str, *, about: str = "") -> None:
-        """Print a warning, once per run; `about` tells it from others if its text changes."""
+        """Print a warning once per run. `about` identifies changing texts."""
         if (about or text) not in self._warned:
             self._warned.add(about or text)
             self.progress.say(f"warning: {text}")
 
     def guard_config(self, objective: Objective, *, group_size: int) -> None:
-        """Warn of settings under which nothing can be learned or clipped."""
+        """Warn of settings that prevent learning or clipping."""
         if text := clip_range_warning(objective):
             self.warn(text)
         if group_size == 1 and objective.critic is None:
@@ -161,8 +155,7 @@ class RunLog:
     def guard_rounding(self, objective: Objective, first: Metrics, *, stale: int, recomputed: bool) -> None:
         """Warn if rounding gates responses in the first mini-batch of an iteration.
 
-        Responses with `stale` tokens, which older policies sampled in partial rollouts, are off-policy and rightly
-        gated, unless old log-probs are `recomputed`.
+        Responses with `stale` tokens, from older policies, are rightly gated unless old log-probs are `recomputed`.
         """
         if recomputed or not stale:
             text = rounding_warning(objective, float(first["clip_fraction/sequence"]), recomputed=recomputed)
@@ -170,7 +163,7 @@ class RunLog:
                 self.warn(text, about="rounding")
 
     def guard_ratios(self, metrics: list[Metrics]) -> None:
-        """Warn if an update has moved the policy but the importance ratios are still exactly 1."""
+        """Warn if importance ratios are still exactly 1 after an update moved the policy."""
         for before, seen in itertools.pairwise(metrics):
             moved = float(before["actor/grad_norm"]) * float(before["actor/lr"]) > 0
             if moved and float(seen["update/tokens"]) and float(seen["ratio/token_log_max"]) == 0:
@@ -181,29 +174,27 @@ class RunLog:
 
 
 @contextmanager
-def open_log(config: ConfigDict, workdir: Path, *, after_step: int | None, done: int) -> Iterator[RunLog]:
-    """Open a run's log, dropping lines after step `after_step` (None: a new run); `done` iterations are over."""
+def open_log(config: ConfigDict, workdir: Path, *, after_step: int | None, done: int, command: str) -> Iterator[RunLog]:
+    """Open a run's log, dropping lines after step `after_step` (None: a new run)."""
     with ExitStack() as stack:
         writer = samples = None
         mirrors: list[Mirror] = []
         if project := config.log.wandb:
-            copy = connect(workdir, project, config.to_dict(), resumed=after_step is not None)
-            processes.check_first(lambda: mirrors.append(stack.enter_context(copy)))
+            begin = partial(connect, workdir, project, config.to_dict(), resumed=after_step is not None)
+            processes.check_first(lambda: mirrors.append(begin()))
         if processes.is_first():
-            words = ["python", "-m", "gspo_jax.train", *sys.argv[1:]]
-            command = shlex.join(words) if flags.FLAGS.is_parsed() else ""  # "" for a run from a notebook
             clear_end(workdir)
             write_config(workdir, config.to_dict(), command=command)
             writer = stack.enter_context(MetricsWriter(workdir, after_step=after_step, mirrors=mirrors))
             samples = SamplesWriter(workdir, after_step=after_step)
-        processes.wait_for_all("run folder")  # from here on metrics.jsonl ends at `after_step`
+        processes.wait_for_all("run folder")  # metrics.jsonl now ends at `after_step`
         progress = stack.enter_context(Progress(config.iterations, label=config.objective.name, done=done))
         evaluations = [] if after_step is None else earlier_evaluations(workdir)
         yield RunLog(progress, writer=writer, samples=samples, evaluations=evaluations)
 
 
 def earlier_evaluations(workdir: Path) -> list[tuple[int, dict[str, float]]]:
-    """Evaluations recorded in metrics.jsonl, oldest first: iterations done, 0 for the first policy, and metrics."""
+    """Return iterations done and metrics of earlier evaluations, oldest first."""
     rows = [row for row in read_metrics(workdir) if "eval/accuracy" in row]
     return [
         (row.get("iteration", 0), {name: value for name, value in row.items() if name.startswith("eval/")})
@@ -212,10 +203,7 @@ def earlier_evaluations(workdir: Path) -> list[tuple[int, dict[str, float]]]:
 
 
 def opening_lines(folder: str, *, done: int, total: int, resumed: bool, extensible: bool) -> list[str]:
-    """Lines at the start of a run: where its curves are, if they can be looked at here, and where it goes on.
-
-    An `extensible` one may have more iterations than it began with.
-    """
+    """Return the lines printed at a run's start. An `extensible` run may get more iterations later."""
     found = [f"curves: tensorboard --logdir={folder}/tb"] if importlib.util.find_spec("tensorboard") else []
     if done >= total:
         longer = f"; --config.iterations={2 * done} goes on" if extensible else ""
@@ -223,15 +211,16 @@ def opening_lines(folder: str, *, done: int, total: int, resumed: bool, extensib
     return [*found, f"resuming from iteration {done} in {folder}"] if resumed else found
 
 
-def iteration_metrics(clock: Clock, rounds: Rounds, sampler: Sampler) -> dict[str, Any]:
-    """Metrics of a whole iteration, by name: times, sampling effort, compilation, throughput."""
-    stats = sampler.stats
-    return {
+def iteration_metrics(clock: Clock, engine: Engine, batch: Batch, rounds: Rounds | None) -> dict[str, Any]:
+    """Return an iteration's metrics by name."""
+    sampler = engine.sampler
+    stats, rewards = sampler.stats, [batch.rewards] if rounds is None else rounds.rewards
+    found = {
         **{f"timing/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
         "timing/reward_share": clock.seconds["reward"] / clock.seconds["iteration"],
-        **rounds.metrics(),
-        **rounds.reward_metrics(),
-        "reward/failed": rounds.failures,
+        **({} if rounds is None else rounds.metrics()),
+        **engine.packer.metrics(batch.packing, batch.lengths, batch.prompt_lengths),
+        "reward/failed": sum(int(np.isnan(each.total).sum()) for each in rewards),
         "reshard/bytes": sampler.copy_bytes,
         "timing/prefill_s": stats.prefill_s,
         "timing/decode_s": stats.decode_s,
@@ -244,30 +233,30 @@ def iteration_metrics(clock: Clock, rounds: Rounds, sampler: Sampler) -> dict[st
         "throughput/tokens_per_s": stats.sampled_tokens / clock.seconds["iteration"],
         "throughput/sample_tokens_per_s": stats.sampled_tokens / clock.seconds["sample"],
     }
+    without = [each.without_worker for each in rewards if each.without_worker is not None]
+    return found | ({"reward/without_worker": float(np.concatenate(without).mean())} if without else {})
 
 
-def response_columns(scored: Scored, shaping: Shaping, *, turns: bool, older: bool) -> dict[str, np.ndarray]:
-    """Per-response values [B] on the host; those named "reward/…" become metrics of that name.
-
-    `turns` and `older` select the columns of multi-turn episodes and of partial rollouts.
-    """
-    columns = {"reward/mean": scored.total} | {f"reward/{name}": x for name, x in scored.by_name.items()}
+def response_columns(batch: Batch, shaping: Shaping, *, turns: bool, older: bool) -> dict[str, np.ndarray]:
+    """Return per-response values [B] on the host. Names "reward/…" are also metric names."""
+    rewards = batch.rewards
+    columns = {"reward/mean": rewards.total} | {f"reward/{name}": x for name, x in rewards.by_name.items()}
     if shaping.penalty:
-        columns["reward/overlong"] = shaping.overlong(scored)
+        columns["reward/overlong"] = shaping.overlong(batch)
     G = shaping.group_size
-    columns["reward/zero_std"] = np.repeat(~differ(scored.total, group_size=G), G).astype(np.float32)
+    columns["reward/zero_std"] = np.repeat(~differ(rewards.total, group_size=G), G).astype(np.float32)
     return columns | {
-        "length": scored.lengths,
-        "truncated": scored.truncated,
-        "trainable": shaping.trainable_rows(scored),
-        "drawn": scored.drawn,
-        **({"turns": scored.turns} if turns else {}),
-        **({"older": scored.stale_tokens} if older else {}),
+        "length": batch.lengths,
+        "truncated": batch.truncated,
+        "trainable": shaping.trainable(batch),
+        "drawn": batch.drawn,
+        **({"turns": batch.turns} if turns else {}),
+        **({"older": batch.stale_tokens} if older else {}),
     }
 
 
 def response_metrics(columns: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Metrics of the responses of an update, by name; NaN for a reward that is NaN in all of them."""
+    """Return metrics of an update's responses. A reward is NaN only if all its values are."""
     lengths = columns["length"]
     rewards = {name: x for name, x in columns.items() if name.startswith("reward/")}
     drawn, of_episodes = columns["drawn"].sum(), {}

@@ -1,4 +1,4 @@
-"""The phase a run is in: shown on the progress bar, bounded by deadlines, and named when the run is stopped."""
+"""Phases of a run, with deadlines."""
 
 import faulthandler
 import os
@@ -13,48 +13,47 @@ from ml_collections import ConfigDict
 
 from gspo_jax import exits, signals
 from gspo_jax.errors import StopRequested
+from gspo_jax.folder.notes import FINISHED_FILE, STOPPED_FILE, note
+from gspo_jax.folder.storage import STACKS, RunFolder, unused
 from gspo_jax.parallel import processes
 from gspo_jax.parallel.preemption import Preemption
-from gspo_jax.reporting.writers import write_finished, write_stopped
-from gspo_jax.storage import STACKS, RunFolder, unused
 
 ENDED = "GSPO_JAX_ENDED"
-"""Environment variable that names a second folder for `finished.json` and `stopped.json`, into which every process
-writes: a launcher may be unable to read the run folder, and what it finds there may be of an earlier start.
+"""Environment variable with a launcher's folder, where every process also writes `finished.json` or `stopped.json`.
+
+The launcher may be unable to read the run folder, or find old files there.
 """
 SETTLED_S = 2.0
-"""Seconds after which a process on its own stops without a poll, in a compilation say, if nothing has to be saved."""
+"""Seconds until a lone process with nothing to save stops without a poll, e.g. in a compilation."""
 _LOOK_S = 0.5
 _PUBLISH_S = 10.0
 
 FACTOR = 10.0
-"""Deadline of a phase, as a multiple of the longest that it has taken so far."""
+"""Deadline of a phase, as a multiple of its longest duration so far."""
 
 
 class Phases:
-    """Knows the phase that this process is in, and ends the process if a phase outlasts its deadline.
+    """Tracks this process's phase, and ends the process if a deadline passes.
 
-    The deadline of a phase is `FACTOR` times the longest that it has taken so far in this process, and never less than
-    `deadline_s` seconds. After a signal, the process has `grace_s` seconds to save its state and exit.
+    A phase may take `FACTOR` times its longest duration so far, and at least `deadline_s` seconds. After a signal, the
+    process has `grace_s` seconds to save its state and exit.
     """
 
     def __init__(self, files: RunFolder, *, deadline_s: float, grace_s: float):
-        """Begin in the phase "start" of a run in the folder `files`."""
         self._files, self._deadline_s, self._grace_s = files, deadline_s, grace_s
         self._preemption = Preemption(self.take_notice, self._press)
         self._longest: dict[str, float] = {}
         self._lock = threading.Lock()
         self._over = threading.Event()
         self.show: Callable[[str], None] = lambda phase: None
-        """Shows a phase's name; the progress bar's, once there is one."""
         self.name, self._begun = "start", time.monotonic()
         self.noticed_in: str | None = None
-        """Phase in which the signal arrived; None before."""
+        """Phase of the signal's arrival."""
         self._noticed_at, self._stopping = 0.0, False
         self.saved: int | None = None
-        """Checkpoint step that a stop saved, or found saved; None while there is none."""
+        """Newest saved step."""
         self.settled: Callable[[], bool] = lambda: True
-        """Whether a stop has nothing to save; of an open run, whether its newest boundary is saved."""
+        """True if a stop has nothing to save."""
 
     def enter(self, name: str) -> None:
         """Begin a phase, or begin it again."""
@@ -65,13 +64,13 @@ class Phases:
         self.show(name)
 
     def poll(self) -> None:
-        """Raise `StopRequested` if all processes stop here; each has to call it at the same points of the program."""
+        """Raise `StopRequested` if all processes stop here. Each must call it at the same points."""
         if self._preemption.agreed():
             self._stopping = True
             raise StopRequested
 
     def tick(self, name: str) -> Callable[[], None]:
-        """A function for the steps of a phase: each call begins the phase again, and is a poll."""
+        """Return a function for each step of a phase, which restarts the deadline and polls."""
 
         def step() -> None:
             self.enter(name)
@@ -80,7 +79,7 @@ class Phases:
         return step
 
     def noticed(self) -> bool:
-        """Whether a signal has arrived, in any process; unlike `poll`, it may be called at any time."""
+        """Return True if a signal has arrived in any process. May be called at any time."""
         return self.noticed_in is not None
 
     @property
@@ -90,7 +89,7 @@ class Phases:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Listen for signals, and enforce the deadlines, inside the block."""
+        """Listen for signals and enforce deadlines inside the block."""
         watchdog = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         with self._preemption.listening():
             watchdog.start()
@@ -101,7 +100,7 @@ class Phases:
                 watchdog.join()
 
     def take_notice(self) -> None:
-        """Remember, and say, when the signal came; only the first call counts, and none once the run is finished."""
+        """Record and print the first signal, unless finished."""
         if self.noticed_in is not None or self._over.is_set():
             return
         self._noticed_at, self.noticed_in = time.monotonic(), self.name
@@ -112,7 +111,6 @@ class Phases:
         return self._preemption.signal.name
 
     def _press(self, presses: int) -> None:
-        """Answer a second press of Ctrl-C or a later one; the third ends the process at once."""
         if presses < signals.INSISTS:
             _say(f"already stopping, which takes at most {self._grace_s:g} s; a third Ctrl-C ends the process unsaved")
             return
@@ -120,23 +118,22 @@ class Phases:
         exits.leave(exits.SIGNALLED + signal.SIGINT)
 
     def record_stop(self) -> None:
-        """Write what was saved to `stopped.json`, for the launcher too, and say it."""
+        """Record in `stopped.json` what was saved, and print it."""
         seconds, phase = self.stop_seconds, self.noticed_in
         for folder in self._told():
-            write_stopped(folder, step=self.saved, phase=phase, seconds=seconds)
+            note(folder, STOPPED_FILE, step=self.saved, phase=phase, seconds=round(seconds, 3))
         what = "nothing to save yet" if self.saved is None else f"iteration {self.saved} is saved"
         _say(f"stopped: {what}, {seconds:.1f} s after {self._signal} in phase {phase}")
         signals.is_over()
 
     def record_finish(self) -> None:
-        """Write `finished.json`, for the launcher too: all iterations are done and saved."""
-        self._over.set()  # a signal from now on stops nothing
+        """Write `finished.json`."""
+        self._over.set()  # ignore later signals
         for folder in self._told():
-            write_finished(folder, step=self.saved)
+            note(folder, FINISHED_FILE, step=self.saved)
         signals.is_over()
 
     def _told(self) -> list[Path]:
-        """Folders in which this process says how the run has ended."""
         folders = [self._files.local] if processes.number() == 0 else []
         if launcher := os.environ.get(ENDED):
             folders.append(Path(launcher))
@@ -161,7 +158,6 @@ class Phases:
                 self._end(f"phase {name} has taken {taken:.0f} s, and its deadline is {deadline:.0f} s (watchdog)")
 
     def _end(self, why: str) -> None:
-        """Write the stacks of all threads, and end the process at once."""
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-process-{processes.number()}.txt"
         path = unused(self._files.local / STACKS / name)
         try:
@@ -177,8 +173,8 @@ class Phases:
         self._leave(exits.LATE)
 
     def _leave(self, code: int) -> None:
-        """End the process, whatever its other threads are doing; files of a run in a bucket reach it first."""
-        publish = threading.Thread(target=self._files.publish, daemon=True)  # which may hang, too
+        """Publish the files and end the process."""
+        publish = threading.Thread(target=self._files.publish, daemon=True)  # this may hang too
         publish.start()
         publish.join(_PUBLISH_S)
         exits.leave(code)
@@ -186,7 +182,7 @@ class Phases:
 
 @contextmanager
 def open_phases(config: ConfigDict, files: RunFolder) -> Iterator[Phases]:
-    """Watch over a run in the folder `files`; a stop that reaches the end of the block is recorded."""
+    """Watch over a run inside the block. A stop is recorded."""
     phases = Phases(files, deadline_s=config.processes.deadline_s, grace_s=config.processes.grace_s)
     with phases.watched():
         try:

@@ -1,8 +1,7 @@
-"""Which process keeps the others waiting: the one that waits least where all of them meet.
+"""Detection of a slow process: it waits least at meeting points.
 
-Processes meet between the phases of an iteration, and before they exchange what each has computed on its host. A
-process whose host is slow (its rewards, its data, a busy or throttled machine) arrives late. A slow device is not seen,
-since all devices of a program wait for each other.
+Processes meet between phases and before they exchange host results. A slow host arrives late. A slow device goes
+unseen, since devices wait for each other.
 """
 
 import numpy as np
@@ -12,20 +11,17 @@ from jaxtyping import Float
 from gspo_jax.parallel import processes
 
 _RATIO, _SECONDS = 1.5, 0.2
-"""A process is slow if it works this many times as long as the others, and this much longer, in an iteration."""
+"""Minimum ratio and excess over the others' working time of a slow process."""
 
 
 def slowest(iteration_s: float) -> str | None:
-    """A sentence on the process that the others waited for in the last `iteration_s` seconds, the same on all of them.
-
-    None if there is no such process.
-    """
+    """Return a sentence on the last iteration's slow process, if any, on all processes."""
     worked = np.float32(iteration_s - processes.waited_s())
     return describe(multihost_utils.process_allgather(worked).reshape(-1))
 
 
 def describe(worked: Float[np.ndarray, " processes"]) -> str | None:
-    """A sentence on the slowest process, given the seconds each has worked; None if they are alike."""
+    """Return a sentence on the slowest process, if it stands out."""
     if len(worked) < 2:
         return None
     slow = int(worked.argmax())

@@ -1,116 +1,78 @@
-"""A sandbox for code that a model wrote: judged by tests, in processes that can reach nothing else.
+"""Sandbox that judges model-written code by tests in isolated processes.
 
-`Sandbox` keeps boxes (box.py) warm and judges on all of them at a time. What runs inside is in inside/.
+`Sandbox` keeps boxes (box.py) warm. inside/ runs in them.
 """
 
 import contextlib
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from gspo_jax.errors import UserError
 from gspo_jax.sandbox.box import Box, BoxFailed, check_bubblewrap
+from gspo_jax.sandbox.crew import Crew
 
 __all__ = ["Request", "Sandbox", "Verdict", "check_bubblewrap"]
 
 _PATIENCE, _PATIENCE_ALONE = 0.5, 1.0
-"""How much longer than its time, as a share of it, a program may take if it waits for a processor."""
+"""Extra share of its time limit for a program that waits for a processor."""
 _PROBE_S = 30.0
-"""Seconds that the first program may take: a judge may still be starting."""
+"""Seconds for the first program. Its judge may still be starting."""
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Request:
-    """A program and what to judge it by; inside/judge.py says what the fields hold."""
+    """A program and its tests (fields as in inside/judge.py)."""
 
     program: str | Sequence[str]
-    """A source, or several, of which the first that compiles is judged (inside/choose.py)."""
+    """Source, or candidates (inside/choose.py)."""
     asked: Mapping[str, Any]
-    """Tests of functions, or inputs of the whole program."""
     wall_s: float
-    """Seconds that the tests of functions may take together, or the program for each of its inputs."""
+    """Seconds for all tests of functions together, or per input of a program."""
     prelude: str = ""
-    """Source that is run before the program."""
 
     @property
     def within_s(self) -> float:
-        """Seconds that all of it may take."""
+        """Seconds for the whole request."""
         runs = len(self.asked.get("inputs", [""]))
-        return self.wall_s * runs * (4 if self.asked.get("checker") else 1)  # a checker may have to run three times
+        return self.wall_s * runs * (4 if self.asked.get("checker") else 1)  # a checker may run three times
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict of a judge about a program."""
+    """Verdict on a program."""
 
     passed: tuple[bool, ...] = ()
-    """Whether the program passes each test."""
+    """Whether each test passed."""
     why: str = ""
-    """Why the first failed test failed, or how the program ended."""
+    """Why the first test failed, or how the program ended."""
     output: str = ""
-    """Text that the program printed, if it was only run."""
+    """Output of a program run without tests."""
     broken: str = ""
-    """Why there is no verdict; the program is not at fault."""
+    """Why there is no verdict. The program is not at fault."""
     queued_s: float = 0.0
-    """Seconds that the request waited for a sandbox."""
 
 
-class _Turns:
-    """Many threads beside each other, or one alone, which waits only for those that have begun."""
+class Sandbox(Crew[Box]):
+    """Judge of programs in warm boxes, each used by one thread at a time."""
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._running, self._one_is_alone = 0, False
-
-    @contextlib.contextmanager
-    def beside_others(self) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._one_is_alone)
-            self._running += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._running -= 1
-                self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._one_is_alone)
-            self._one_is_alone = True
-            self._changed.wait_for(lambda: not self._running)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._one_is_alone = False
-                self._changed.notify_all()
-
-
-class Sandbox:
-    """Boxes that are kept warm, each used by one thread at a time."""
+    _CLOSED = "the sandbox was closed while it was judging"
 
     def __init__(self, *, workers: int, unsafe: bool = False) -> None:
-        """Start them.
+        """Start the boxes.
 
         Raises:
-          UserError: programs cannot be isolated on this machine, and running them all the same is not allowed.
+          UserError: programs cannot be isolated on this machine and `unsafe` is not set.
         """
         if not unsafe:
             check_bubblewrap()
-        self._unsafe, self._closed = unsafe, False
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
-        self._turns = _Turns()
-        self._all: set[Box] = set()
-        self._idle: queue.SimpleQueue[Box] = queue.SimpleQueue()
-        for _ in range(workers):
-            self._idle.put(self._start())
+        self._unsafe, self._workers = unsafe, workers
+        self._gate, self._places = threading.Lock(), threading.Semaphore(workers)
+        super().__init__(workers=workers)
         probe = self.judge(Request("print(1)", {"inputs": [""]}, _PROBE_S))
         if probe.output != "1\n":
             self.close()
@@ -119,43 +81,25 @@ class Sandbox:
                 "namespaces, or set scoring.unsafe=True to run what the model writes with this account's rights"
             )
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the boxes."""
-        return sorted(box.pid for box in self._all)
-
     def submit(self, request: Request, read: Callable[[Verdict], Value]) -> "Future[Value]":
-        """Queue a request; the future holds what `read` makes of the verdict."""
+        """Queue a request. The future holds `read(verdict)`."""
         submitted = time.monotonic()
         return self._threads.submit(lambda: read(self._judge(request, submitted)))
 
     def judge(self, request: Request) -> Verdict:
-        """Return the verdict about a program."""
+        """Return the verdict on a program."""
         return self.submit(request, lambda verdict: verdict).result()
 
-    def close(self) -> None:
-        """End all boxes, with all processes in them, and drop what has not begun; repeating is harmless."""
-        self._closed = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for box in list(self._all):
-            self._stop(box)
-
-    def __enter__(self) -> "Sandbox":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def _judge(self, request: Request, submitted: float) -> Verdict:
-        """Try twice, the second time with nothing beside it: if the sandbox ends, or others took the program's time."""
+        """Judge, and retry once, alone, if the sandbox ended or the program was starved."""
         box = self._idle.get()  # never blocks: one box per thread
         sources = [request.program] if isinstance(request.program, str) else list(request.program)
         message = {"program": sources, "prelude": request.prelude, **request.asked}
         queued_s, why = time.monotonic() - submitted, ""
         try:
-            for turn, patience in ((self._turns.beside_others, _PATIENCE), (self._turns.alone, _PATIENCE_ALONE)):
+            for turn, patience in ((self._beside_others, _PATIENCE), (self._alone, _PATIENCE_ALONE)):
                 limits = {"wall_s": request.wall_s, "patience_s": patience * request.wall_s}
-                message["limits"] = limits | {"final": turn == self._turns.alone}
+                message["limits"] = limits | {"final": turn == self._alone}
                 with turn():
                     try:
                         reply = box.judge(message, within_s=(1 + patience) * request.within_s)
@@ -168,19 +112,24 @@ class Sandbox:
         finally:
             self._idle.put(box)
 
-    def _start(self) -> Box:
-        box = Box(unsafe=self._unsafe)
-        self._all.add(box)
-        return box
+    @contextlib.contextmanager
+    def _beside_others(self) -> Iterator[None]:
+        with self._gate:
+            self._places.acquire()
+        try:
+            yield
+        finally:
+            self._places.release()
 
-    def _stop(self, box: Box) -> None:
-        self._all.discard(box)
-        box.close()
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        with self._gate:  # so no later one takes a place
+            for _ in range(self._workers):
+                self._places.acquire()
+            try:
+                yield
+            finally:
+                self._places.release(self._workers)
 
-    def _replace(self, box: Box) -> Box:
-        self._stop(box)
-        new = self._start()
-        if self._closed:  # asked only now, so that `close` or this thread stops the new one
-            self._stop(new)
-            raise RuntimeError("the sandbox was closed while it was judging")
-        return new
+    def _new(self) -> Box:
+        return Box(unsafe=self._unsafe)

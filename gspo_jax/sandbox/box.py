@@ -1,7 +1,7 @@
-"""A sandbox: bubblewrap around a judge (inside/judge.py), which runs programs in processes of their own.
+"""One sandbox: bubblewrap around a judge (inside/judge.py) that runs programs.
 
-The judge sees a read-only system without home folders, its own processes, and no network; the programs it runs see even
-less (inside/jail.py).
+The judge sees a read-only system without home folders, its own processes and no network. Its programs see even less
+(inside/jail.py).
 """
 
 import contextlib
@@ -22,22 +22,21 @@ from gspo_jax.errors import UserError
 _INSIDE = Path(__file__).parent / "inside"
 _START = "import sys; sys.path.insert(0, {folder!r}); from inside.judge import main; main()"
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
-"""What of the system a judge sees."""
 _PACKAGES = ("lib*/py*/site-packages", "lib*/py*/dist-packages", "share/python-wheels", "envs", "pkgs")
-"""Where installed packages are below a prefix, conda's too; programs have the standard library alone."""
+"""Folders of installed packages, hidden from programs."""
 _DEVICES = ("null", "full", "random", "urandom")
-"""What of /dev a judge sees. To map the device of zeros is memory that is no process's; /dev/full reads the same."""
+"""Visible devices. /dev/zero links to /dev/full: memory mapped from zero is charged to no process."""
 _MARGIN_S = 5.0
-"""Seconds beyond its limits after which a judge that has not answered is ended."""
+"""Seconds beyond its limits before a silent judge is killed."""
 
 
 class BoxFailed(RuntimeError):
-    """The judge ended, or did not answer in time; the box is of no more use."""
+    """The judge ended or did not answer in time. The box is unusable."""
 
 
 @contextlib.contextmanager
 def deadline(seconds: float, expire: Callable[[], object]) -> Iterator[None]:
-    """Call `expire`, in another thread, unless the block ends within `seconds`."""
+    """Call `expire` in another thread unless the block ends within `seconds`."""
     timer = threading.Timer(seconds, expire)
     timer.daemon = True
     timer.start()
@@ -62,7 +61,7 @@ class Box:
     """A judge in a sandbox, for one thread at a time."""
 
     def __init__(self, *, unsafe: bool = False) -> None:
-        """Start it. With `unsafe` there is no sandbox: programs run with this account's rights, within limits."""
+        """Start the judge. If `unsafe`, it has no sandbox: programs have this account's rights, within limits."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the box
         self._process = subprocess.Popen(
             _command(unsafe=unsafe),
@@ -81,11 +80,7 @@ class Box:
         return self._process.pid
 
     def judge(self, request: Mapping[str, Any], *, within_s: float) -> dict[str, Any]:
-        """Return the judge's reply to a request, see inside/judge.py.
-
-        Args:
-          request: what to judge.
-          within_s: seconds that the request may take by its own limits.
+        """Return the judge's reply to a request (inside/judge.py).
 
         Raises:
           BoxFailed: there is no reply.
@@ -102,7 +97,7 @@ class Box:
         return reply
 
     def close(self) -> None:
-        """End it, with all processes in it; repeating is harmless."""
+        """Kill the sandbox with all its processes. Idempotent."""
         with self._closing:
             self._process.kill()
             self._process.wait()
@@ -113,14 +108,12 @@ class Box:
         self._errors.close()
 
     def _said(self) -> str:
-        """The last line on its standard error, if there is one."""
         self._errors.seek(0)
         lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
         return f" ({lines[-1]})" if lines else ""
 
 
 def _command(*, unsafe: bool) -> list[str]:
-    """Return the words that start a judge."""
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     judge = [python, "-I", "-S", "-c"]
     if unsafe:
@@ -130,7 +123,7 @@ def _command(*, unsafe: bool) -> list[str]:
     words += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--hostname", "sandbox"]
     if os.geteuid() == 0:
-        # What the spawner needs to become nobody, and the judge to end nobody's processes.
+        # The spawner becomes nobody, and the judge kills nobody's processes.
         words += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_KILL"]
     else:
         words += ["--unshare-user"]
@@ -154,13 +147,11 @@ def _command(*, unsafe: bool) -> list[str]:
 
 
 def _packages() -> list[str]:
-    """Return the folders of packages that a judge would see."""
     prefixes = [Path(sys.base_prefix), Path("/usr"), Path("/usr/local")]
     found = {place.resolve() for prefix in prefixes for pattern in _PACKAGES for place in prefix.glob(pattern)}
     return sorted(str(place) for place in found if place.is_dir() and any(map(place.is_relative_to, prefixes)))
 
 
 def _bind(place: str, inside: str) -> list[str]:
-    """Return the words that show a folder inside, below folders that anybody may pass through."""
     above = (["--perms", "0755", "--dir", str(folder)] for folder in reversed(Path(inside).parents[:-1]))
     return [*itertools.chain(*above), "--ro-bind", place, inside]

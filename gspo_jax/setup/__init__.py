@@ -1,1 +1,1 @@
-"""Parts of a run, built from a config. Below this package, functions take plain keyword arguments."""
+"""Parts of a run, built from a config."""

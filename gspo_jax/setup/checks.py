@@ -1,4 +1,4 @@
-"""All checks of a config that need neither data nor devices, in one call."""
+"""Checks of a config that need neither data nor devices."""
 
 import datetime
 from collections.abc import Callable
@@ -8,22 +8,20 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from gspo_jax import foreign, sandbox
+from gspo_jax.config import FRACTION
 from gspo_jax.data import files, tasks
 from gspo_jax.data.benchmarks import BENCHMARKS
 from gspo_jax.data.templates import CLOCK
 from gspo_jax.errors import UserError, choices
-from gspo_jax.models import lora, peft, published, transformer
-from gspo_jax.models.cache import CACHE_DTYPES
+from gspo_jax.folder import weights_and_biases
+from gspo_jax.models import lora, peft, published
 from gspo_jax.models.config import ModelConfig
-from gspo_jax.models.dispatch import DISPATCHES
 from gspo_jax.objectives import Objective
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.reporting import weights_and_biases
-from gspo_jax.rewards import environments, scorer, shaping, steps
-from gspo_jax.rollout.precision import PRECISIONS
-from gspo_jax.routing.replay import REPLAYS
-from gspo_jax.setup import data, functions, learning, meshes, policy, sampling
-from gspo_jax.setup.fields import FRACTION, INT32, at, check_fields
+from gspo_jax.rewards import environments, scorer, steps
+from gspo_jax.setup import data, functions, inputs, learning, meshes, players, policy
+from gspo_jax.setup.fields import at, check_fields
+from gspo_jax.training import shaping
 from gspo_jax.training.state import make_optimizer
 
 ARGUMENTS = "prompt", "completion", "record"
@@ -31,11 +29,10 @@ ARGUMENTS = "prompt", "completion", "record"
 
 
 def check(config: ConfigDict, *, count_devices: Callable[[], int] | None = None) -> ModelConfig:
-    """Check a config and return the shape of its model.
+    """Check a config and return its model's shape.
 
-    A mesh with a size of -1 depends on the number of devices; `meshes.make_meshes` checks it. A mesh without is checked
-    against what `count_devices` returns, which may touch the devices, after all that needs none and before the batch:
-    for another mesh it would be another batch.
+    A mesh with a -1 is left to `meshes.make_meshes`. `count_devices`, which may touch devices, is called as late as
+    possible.
 
     Raises:
       UserError: one sentence with the value, the limit and the remedy.
@@ -44,7 +41,7 @@ def check(config: ConfigDict, *, count_devices: Callable[[], int] | None = None)
     weights_and_biases.check(config.log.wandb)
     model = policy.model_config(config)
     check_dense(config, model)
-    _check_positions(config, model)
+    check_positions(config, model)
     _check_adapters_of(config, model)
     sizes = dict(config.mesh)
     if -1 not in sizes.values():
@@ -55,11 +52,9 @@ def check(config: ConfigDict, *, count_devices: Callable[[], int] | None = None)
 
 
 def check_elsewhere(config: ConfigDict, *, devices: int) -> list[str]:
-    """Check a config for a run on another machine, as far as this one can; return what it could not check.
+    """Check a config for a run on another machine with `devices` (0: unknown). Return what could not be checked.
 
-    Args:
-      config: the config; `model.folder` and `data.folder` need not be here.
-      devices: number of devices there; 0 if it is unknown.
+    `model.folder` and `data.folder` may be missing here.
 
     Raises:
       UserError: as `check`, or the task needs `data.folder`.
@@ -76,7 +71,7 @@ def check_elsewhere(config: ConfigDict, *, devices: int) -> list[str]:
         left.append(f"the model in {folder}")
     else:
         check_dense(config, model)
-        _check_positions(config, model)
+        check_positions(config, model)
         if (adapters := policy.make_adapters(config)) is not None:
             lora.check(model, adapters)
     if config.adapter.folder:
@@ -92,7 +87,6 @@ def check_elsewhere(config: ConfigDict, *, devices: int) -> list[str]:
 
 
 def _check_settings(config: ConfigDict) -> None:
-    """Check everything that depends neither on the model nor on the number of devices."""
     check_fields(config)
     _check_places(config)
     functions.load(config)
@@ -102,38 +96,24 @@ def _check_settings(config: ConfigDict) -> None:
     _check_filter(config)
     _check_benchmarks(config)
     _check_partial_rollouts(config)
-    sampling.make_sampling(config)
+    players.make_sampling(config)
     _check_adapters(config)
     objective = learning.make_objective(config)
     _check_learning(config, objective)
     _check_routing(config, objective)
     _check_updates(config)
-    _check_packing(config)
+    check_packing(config)
     meshes.check_axes(config)
 
 
 def _check_places(config: ConfigDict) -> None:
-    """Check how the files and folders that the config names are written."""
-    data, sources = config.data, config.data.sources.items()
-    places = {"model.folder": config.model.folder, "adapter.folder": config.adapter.folder}
-    places |= {f"data.{name}": data[name] for name in ("folder", "train", "test", "few_shot")}
-    places |= {
-        f"data.sources.{source}.{name}": section[name] for source, section in sources for name in ("train", "test")
-    }
+    places = inputs.places(config) | {f"{section}.folder": config[section].folder for section in ("model", "adapter")}
     places |= {f"benchmarks.{name}.data": section.data for name, section in config.benchmarks.items()}
-    for name, place in (places | {"coldstart.conversations": config.coldstart.conversations}).items():
+    for name, place in places.items():
         foreign.check_name(place, f"--config.{name}")
 
 
 def _check_choices(config: ConfigDict) -> None:
-    """Check the fields that name one of a few choices."""
-    if config.training.old_logprobs not in ("sampler", "recompute"):
-        raise UserError(f"training.old_logprobs is {config.training.old_logprobs!r}; use 'sampler' or 'recompute'")
-    if config.model.dtype not in ("float32", "bfloat16"):
-        raise UserError(f"model.dtype is {config.model.dtype!r}; use 'float32' or 'bfloat16'")
-    for name, known in (("remat", transformer.REMATS), ("dispatch", DISPATCHES)):
-        if config.model[name] not in known:
-            raise UserError(f"model.{name} is {config.model[name]!r}; use {', '.join(map(repr, known))}")
     try:
         datetime.datetime.fromisoformat(config.data.clock)
     except ValueError:
@@ -142,17 +122,12 @@ def _check_choices(config: ConfigDict) -> None:
         ) from None
     if bad := [x for x in config.coldstart.terse if not isinstance(x, int | float) or not FRACTION.holds(x)]:
         raise UserError(f"coldstart.terse has {bad[0]!r}; use {FRACTION.words} for each stage")
-    for name, dtypes in (("weights_dtype", PRECISIONS), ("cache_dtype", CACHE_DTYPES)):
-        if (given := config.sampling[name]) not in ("", *dtypes):
-            named = ", ".join(map(repr, dtypes))
-            raise UserError(f"sampling.{name} is {given!r}; use {named}, or '' for model.dtype")
     if config.environment.name:
         environments.find(config.environment.name, functions.own(config))
         functions.check_calls(config, "environment", config.environment.name, *ARGUMENTS)
 
 
 def _check_rewards(config: ConfigDict) -> None:
-    """Check that the config has a reward, and that `eval.correct` is one of its rewards."""
     if not config.rewards:
         raise UserError("the config has no rewards; name at least one with its weight, such as exact_answer: 1.0")
     if config.eval.correct not in config.rewards:
@@ -175,8 +150,8 @@ def _check_rewards(config: ConfigDict) -> None:
                 f"{', '.join(own_rewards)}"
             )
     own = functions.own(config)
-    programs = scorer.find(config.rewards, own).programs or config.environment.name in environments.SANDBOXED
-    if programs and not config.scoring.unsafe:
+    _, _, programs = scorer.find(config.rewards, own)
+    if (programs or config.environment.name in environments.SANDBOXED) and not config.scoring.unsafe:
         sandbox.check_bubblewrap()
     scorer.check_names("step reward", config.step_rewards, [*steps.__all__, *own])
     for kind, names in (("reward", config.rewards), ("step reward", config.step_rewards)):
@@ -185,7 +160,6 @@ def _check_rewards(config: ConfigDict) -> None:
 
 
 def _check_filter(config: ConfigDict) -> None:
-    """Check that dynamic sampling, if its filter is chosen, is on and knows the reward."""
     name, rounds, known = config.sampling.filter, config.sampling.rounds, [*config.rewards, *config.step_rewards]
     if name and name not in known:
         raise UserError(
@@ -200,7 +174,6 @@ def _check_filter(config: ConfigDict) -> None:
 
 
 def _check_benchmarks(config: ConfigDict) -> None:
-    """Check that the benchmarks of a run have data, and samples in whole groups."""
     group = config.sampling.group_size
     for name, section in config.benchmarks.items():
         where = f"benchmarks.{name}"
@@ -221,7 +194,6 @@ def _check_benchmarks(config: ConfigDict) -> None:
 
 
 def _check_partial_rollouts(config: ConfigDict) -> None:
-    """Check that partial rollouts keep more prompts in flight than one batch."""
     partial, batch = config.sampling.partial, config.data.prompts_per_batch
     if partial.prompts is None:
         return
@@ -233,20 +205,12 @@ def _check_partial_rollouts(config: ConfigDict) -> None:
 
 
 def _check_learning(config: ConfigDict, objective: Objective) -> None:
-    """Check that the objective supports the configured step rewards, reference, critic and mismatch correction."""
     reference, overlong = config.reference, config.overlong
     if len(config.step_rewards) and not objective.token_advantages:
         raise UserError(
             f"{objective.name} has one advantage per response, but step_rewards need one per token; use "
             "gspo_token, grpo, dapo, cispo, sapo or ppo, or remove step_rewards"
         )
-    for field, value, known in (
-        ("reference.estimator", reference.estimator, ("k1", "k2", "k3")),
-        ("reference.place", reference.place, ("loss", "reward")),
-        ("critic.trunk", config.critic.trunk, ("own", "policy")),
-    ):
-        if value not in known:
-            raise UserError(f"{field} is {value!r}; use {' or '.join(map(repr, known))}")
     if reference.place == "reward" and objective.critic is None:
         raise UserError(f"reference.place is 'reward', which needs a critic; {objective.name} has none, use 'loss'")
     if overlong.penalty or overlong.cache:
@@ -260,7 +224,6 @@ def _check_learning(config: ConfigDict, objective: Objective) -> None:
 
 
 def _check_adapters(config: ConfigDict) -> None:
-    """Check the adapters, and that nothing needs a second model beside them."""
     if policy.make_adapters(config) is None:
         if stored := config.adapter.base_dtype:
             raise UserError(
@@ -268,9 +231,6 @@ def _check_adapters(config: ConfigDict) -> None:
                 "adapter.rank, or leave it empty"
             )
         return
-    if config.adapter.base_dtype not in ("", "float32", "bfloat16", "int8"):
-        known = "use 'float32', 'bfloat16', 'int8', or '' for model.dtype"
-        raise UserError(f"adapter.base_dtype is {config.adapter.base_dtype!r}; {known}")
     if config.adapter.base_dtype == "int8" and config.sampling.weights_dtype:
         raise UserError(
             f"sampling.weights_dtype is {config.sampling.weights_dtype!r}, and a base in int8 is not rounded again; "
@@ -283,8 +243,8 @@ def _check_adapters(config: ConfigDict) -> None:
         )
 
 
-def _check_positions(config: ConfigDict, model: ModelConfig) -> None:
-    """Check that the model was made for prompts and responses of the config's lengths; positions are not scaled."""
+def check_positions(config: ConfigDict, model: ModelConfig) -> None:
+    """Raise a UserError if a prompt and a response of full length have more positions than the model."""
     prompt, response = config.data.max_prompt_length, config.sampling.max_response_length
     limit = model.max_position_embeddings
     if prompt + response > limit:
@@ -296,7 +256,6 @@ def _check_positions(config: ConfigDict, model: ModelConfig) -> None:
 
 
 def _check_adapters_of(config: ConfigDict, model: ModelConfig) -> None:
-    """Check that adapters are for this model, and so are those of `adapter.folder`."""
     adapters = policy.make_adapters(config)
     if adapters is None:
         return
@@ -308,22 +267,15 @@ def _check_adapters_of(config: ConfigDict, model: ModelConfig) -> None:
 
 
 def _check_updates(config: ConfigDict) -> None:
-    """Check the number of updates, which int32 counts, and the optimizers' schedules."""
-    updates = learning.total_updates(config)
-    if updates > INT32:
-        raise UserError(
-            f"iterations {config.iterations} × training.minibatches {config.training.minibatches} are {updates} "
-            f"updates; use at most {INT32} in all"
-        )
-    for section, total in (("optimizer", updates), ("critic.optimizer", updates), ("coldstart.optimizer", 1)):
+    for section in ("optimizer", "critic.optimizer", "coldstart.optimizer"):
         try:
-            make_optimizer(total_updates=total, **at(config, section))
+            make_optimizer(total_updates=1, **at(config, section))
         except UserError as error:
             raise UserError(f"{section}: {error}") from None
 
 
-def _check_packing(config: ConfigDict) -> None:
-    """Check that a row has room for the longest prompt and response."""
+def check_packing(config: ConfigDict) -> None:
+    """Raise a UserError if a prompt and a response of full length do not fit in a row."""
     training, prompt, response = config.training, config.data.max_prompt_length, config.sampling.max_response_length
     if training.row_tokens is not None and training.row_tokens < prompt + response:
         raise UserError(
@@ -333,10 +285,7 @@ def _check_packing(config: ConfigDict) -> None:
 
 
 def _check_routing(config: ConfigDict, objective: Objective) -> None:
-    """Check that the routes and router log-probs that replay and objective need are recorded."""
     routing, recompute = config.routing, config.training.old_logprobs == "recompute"
-    if routing.replay not in REPLAYS:
-        raise UserError(f"routing.replay is {routing.replay!r}; use {', '.join(map(repr, REPLAYS))}")
     if routing.replay == "r2" and not recompute:
         raise UserError(
             "routing.replay is 'r2', which replays the routes of the trainer's recomputed old log-probs; "
@@ -345,7 +294,7 @@ def _check_routing(config: ConfigDict, objective: Objective) -> None:
 
 
 def check_dense(config: ConfigDict, model: ModelConfig) -> None:
-    """Check that the config of a dense model asks for nothing that needs routers."""
+    """Raise a UserError if a dense model's config needs routers."""
     if model.is_routed:
         return
     routing, dispatch = config.routing, config.model.dispatch

@@ -10,7 +10,6 @@ from gspo_jax.data.pipeline import (
     Batches,
     Defects,
     EvalBatches,
-    PromptBatch,
     PromptStyle,
     eval_batches,
     prompt_batches,
@@ -24,13 +23,14 @@ from gspo_jax.rewards import code, code_records
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.step_scorer import StepScorer
 from gspo_jax.setup import functions
+from gspo_jax.types import Prompts
 
 Scores = Callable[[str, Record], bool]
-"""Whether a reward function, by its name, scores completions for a record; by default its source says so."""
+"""Decides if the named reward scores a record. By default its source does."""
 
 
 def load_records(config: ConfigDict, split: str) -> Sequence[Record]:
-    """Load the task's records: the first `data.limit` for training, the first `eval.prompts` of the test split."""
+    """Load the first `data.limit` training records, or the first `eval.prompts` test records."""
     data = config.data
     limit = config.eval.prompts if split == "test" else data.limit
     return tasks.load(
@@ -44,27 +44,18 @@ def load_records(config: ConfigDict, split: str) -> Sequence[Record]:
         sources=sources(config),
         answer=data.answer,
         held_out=data.held_out,
-        **({} if data.task == "jsonl" else data.options),  # those of generated tasks
+        **({} if data.task == "jsonl" else data.options),  # for generated tasks
     )
 
 
 def sources(config: ConfigDict) -> dict[str, Source]:
-    """The sources of task jsonl, by name; none for other tasks.
+    """Return the sources of task jsonl, by name.
 
     Raises:
-      UserError: the config names no rows, or in more than one way, or names them for another task.
+      UserError: rows are missing, named twice, or for another task.
     """
     data = config.data
-    given = {
-        name: bool(value)
-        for name, value in (
-            ("data.train", data.train),
-            ("data.test", data.test),
-            ("data.sources", len(data.sources)),
-            ("data.prompt", data.prompt),
-            ("data.folder", data.folder),
-        )
-    }
+    given = {f"data.{name}": len(data[name]) > 0 for name in ("train", "test", "sources", "prompt", "folder")}
     if data.task != "jsonl":
         allowed = ["data.folder", *(["data.prompt"] if data.few_shot or config.coldstart.conversations else [])]
         wrong = [name for name, there in given.items() if there and name not in allowed]
@@ -100,10 +91,10 @@ def sources(config: ConfigDict) -> dict[str, Source]:
 
 
 def prompt_style(config: ConfigDict) -> PromptStyle:
-    """Return the beginning that all prompts share: the system prompt, and the examples of `data.few_shot` as turns.
+    """Return the shared beginning of all prompts: the system prompt, and `data.few_shot` as turns.
 
     Raises:
-      UserError: the file of examples is missing or has none, or one has a system prompt.
+      UserError: the examples are missing, or one has a system prompt.
     """
     data, shots = config.data, []
     if data.few_shot:
@@ -115,8 +106,8 @@ def prompt_style(config: ConfigDict) -> PromptStyle:
     return PromptStyle(data.system, tuple(shots))
 
 
-def training_prompts(config: ConfigDict, tokenizer: Tokenizer, records: Sequence[Record]) -> Batches[PromptBatch]:
-    """Endless shuffled batches of tokenised training prompts, with a checkpointable position; see `_defects`."""
+def training_prompts(config: ConfigDict, tokenizer: Tokenizer, records: Sequence[Record]) -> Batches[Prompts]:
+    """Return endless shuffled batches of training prompts, with a checkpointable position."""
     return prompt_batches(
         records,
         tokenizer,
@@ -131,7 +122,7 @@ def training_prompts(config: ConfigDict, tokenizer: Tokenizer, records: Sequence
 def held_out_prompts(
     config: ConfigDict, tokenizer: Tokenizer, records: Sequence[Record], *, scores: Scores | None = None
 ) -> EvalBatches:
-    """Batches that cover every test prompt once, in order; see `_defects`."""
+    """Return batches that cover every test prompt once, in order."""
     return eval_batches(
         records,
         tokenizer,
@@ -143,7 +134,7 @@ def held_out_prompts(
 
 
 def make_scorer(config: ConfigDict, *, scores: Scores | None = None) -> Scorer:
-    """The weighted reward functions, with worker processes for those that may hang; all processes have to call it."""
+    """Return the weighted rewards, in worker processes if they may hang. Every process must call this."""
     own, scoring = functions.own(config), config.scoring
     return Scorer(
         config.rewards.to_dict(),
@@ -161,9 +152,9 @@ def _scores(config: ConfigDict) -> Scores:
 
 
 def _defects(config: ConfigDict, scores: Scores | None) -> Defects:
-    """Return record -> what keeps a reward for programs that counts from scoring anything for it; "" if nothing does.
+    """Return record -> why a program reward cannot score it, or "". Such records are left out.
 
-    Such a record is left out before any work. A reward that is only recorded may lack what it reads.
+    Rewards that neither have a weight nor decide correctness are ignored.
     """
     scores, decides = scores or _scores(config), correct_for(config)
     names = [name for name in config.rewards if name in code.__all__]
@@ -180,19 +171,19 @@ def _defects(config: ConfigDict, scores: Scores | None) -> Defects:
 
 
 def scoring_workers(config: ConfigDict) -> int:
-    """Number of worker processes, and of sandboxes, of this process."""
+    """Return this process's number of reward workers and sandboxes."""
     return processes.own_cores() if config.scoring.workers is None else int(config.scoring.workers)
 
 
 def correct_for(config: ConfigDict) -> Callable[[Record], str]:
-    """Return record -> name of the reward function that decides whether a response is correct in an evaluation."""
+    """Return record -> name of the reward that decides correctness in evaluations."""
     usual = config.eval.correct
     of_source = {name: source.correct or usual for name, source in config.data.sources.items()}
     return lambda record: of_source[record[rows.SOURCE]] if of_source else usual
 
 
 def make_step_scorer(config: ConfigDict) -> StepScorer | None:
-    """The weighted step-reward functions; None if the config has none."""
+    """Return the weighted step rewards, if any."""
     if not len(config.step_rewards):
         return None
     return StepScorer(config.step_rewards.to_dict(), own=functions.own(config))

@@ -1,4 +1,4 @@
-"""Functions of the user's own: `functions.NAME = 'path/to/file.py:function'` makes NAME known wherever names are."""
+"""User functions: `functions.NAME = 'path/to/file.py:function'`."""
 
 import inspect
 from collections.abc import Callable
@@ -16,19 +16,19 @@ Function = Callable[..., Any]
 
 
 def own(config: ConfigDict) -> dict[str, str]:
-    """The config's own functions, name -> reference."""
+    """Return the user functions, name -> reference."""
     return config.functions.to_dict()
 
 
 def load(config: ConfigDict) -> dict[str, Function]:
-    """Import the config's own functions; the same function each time.
+    """Import the user functions, once.
 
     Raises:
-      UserError: a name is in a catalogue already, or its reference leads to no function.
+      UserError: a name is in a catalogue, or a reference leads to no function.
     """
     if not len(config.functions):
         return {}
-    from gspo_jax.rewards import isolated  # here, as it takes a second
+    from gspo_jax.rewards import isolated  # takes a second
 
     catalogues = {
         "reward": (*functions.__all__, *isolated.__all__, *code.__all__),
@@ -51,23 +51,16 @@ def load(config: ConfigDict) -> dict[str, Function]:
 
 
 def check_calls(config: ConfigDict, kind: str, name: str, *arguments: str) -> None:
-    """Check that a function of the user's own can be called with these arguments, in order.
+    """Raise a UserError unless a user function accepts these positional arguments. Other names pass.
 
-    Args:
-      config: the config; a name that is none of its own functions passes.
-      kind: what the function is used as, for messages.
-      name: the function's name.
-      *arguments: what the arguments are called in messages.
-
-    Raises:
-      UserError: it takes fewer arguments, or needs others.
+    `kind` and `arguments` are names for messages.
     """
     function = load(config).get(name)
     if function is None:
         return
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some functions of extension modules have none
+    except ValueError:  # some extension functions have none
         return
     try:
         signature.bind(*arguments)

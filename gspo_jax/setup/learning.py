@@ -1,7 +1,7 @@
 """Objective, optimizer, critic and loss terms, from a config."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,54 +15,43 @@ from gspo_jax.models import flops
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import Objective, mismatch
 from gspo_jax.objectives.mismatch import Correction, make_correction
-from gspo_jax.setup import functions, sampling
+from gspo_jax.setup import functions, players
 from gspo_jax.setup.fields import at
 from gspo_jax.training import packing
 from gspo_jax.training.packing import Packer
 from gspo_jax.training.scoring import Scoring
+from gspo_jax.training.shaping import Shaping
 from gspo_jax.training.state import CriticRule, make_optimizer
-from gspo_jax.training.update import Penalties
+from gspo_jax.training.terms import Penalties
 
 
 def make_objective(config: ConfigDict) -> Objective:
-    """The objective named by `objective.name`, with the hyper-parameters of its section and the off-policy mask."""
-    name = config.objective.name
-    hyper = _hyper_parameters("objective", config.objective, name, objectives.catalogue.__all__)
-    try:
-        made = objectives.make(name, functions.load(config), **hyper)
-    except UserError as error:
-        raise UserError(f"objective.{name}: {error}" if hyper else str(error)) from None
+    """Return the objective `objective.name`, with the off-policy mask."""
+    made = _made(config, "objective", config.objective.name, objectives.catalogue.__all__, objectives.make)
     return dataclasses.replace(made, negative_mask=config.mismatch.negative_mask)
 
 
 def make_mismatch_correction(config: ConfigDict) -> Correction | None:
-    """The correction for sampler–trainer mismatch named by `mismatch.correction`; None if it is empty."""
+    """Return the correction `mismatch.correction`, if any."""
     name = config.mismatch.correction
-    if not name:
-        return None
-    hyper = _hyper_parameters("mismatch", config.mismatch, name, mismatch.__all__)
+    return _made(config, "mismatch", name, mismatch.__all__, make_correction) if name else None
+
+
+def _made(config: ConfigDict, title: str, name: str, known: Sequence[str], make: Callable[..., Any]) -> Any:
+    """Make `name` with the hyper-parameters of its section, which only a user function may lack."""
+    section: Any = config[title].get(name)
+    if not isinstance(section, ConfigDict):
+        if name in known:
+            raise UserError(f"the config has no section {title}.{name}; add it; an empty one leaves all defaults")
+        section = ConfigDict()
     try:
-        return make_correction(name, functions.load(config), **hyper)
+        return make(name, functions.load(config), **section.to_dict())
     except UserError as error:
-        raise UserError(f"mismatch.{name}: {error}" if hyper else str(error)) from None
-
-
-def _hyper_parameters(title: str, section: ConfigDict, name: str, known: Sequence[str]) -> Mapping[str, Any]:
-    """Hyper-parameters of the named factory.
-
-    Empty for a function of the user's own without a section, and for an unknown name, which is reported where it is
-    looked up.
-    """
-    given: Any = section.get(name)
-    if isinstance(given, ConfigDict):
-        return given.to_dict()
-    if name in known:
-        raise UserError(f"the config has no section {title}.{name}; add it; an empty one leaves all defaults")
-    return {}
+        raise UserError(f"{title}.{name}: {error}" if len(section) else str(error)) from None
 
 
 def make_penalties(config: ConfigDict) -> Penalties:
-    """Weights of the loss terms beside the objective."""
+    """Return the weights of additional loss terms."""
     reference = config.reference
     return Penalties(
         kl=reference.kl_weight if reference.place == "loss" else 0.0,
@@ -74,23 +63,23 @@ def make_penalties(config: ConfigDict) -> Penalties:
 
 
 def make_update_rule(config: ConfigDict) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """The policy's optimizer and its learning-rate schedule over the whole run."""
+    """Return the policy's optimizer and learning-rate schedule."""
     return make_optimizer(total_updates=total_updates(config), **config.optimizer)
 
 
 def total_updates(config: ConfigDict) -> int:
-    """Optimizer updates in the whole run."""
+    """Return the number of optimizer updates in the run."""
     return config.iterations * config.training.minibatches
 
 
 def falling(config: ConfigDict) -> list[str]:
-    """Fields by which a learning rate falls over all iterations, so that another number of them changes the run."""
+    """Return the schedule fields that depend on the number of iterations."""
     used = ["optimizer.schedule", *(["critic.optimizer.schedule"] if make_objective(config).critic else [])]
     return [name for name in used if at(config, name) == "cosine"]
 
 
 def make_critic(config: ConfigDict, model: ModelConfig) -> CriticRule | None:
-    """The critic and its optimizer; None if the objective uses none."""
+    """Return the critic and its optimizer, if the objective uses one."""
     if make_objective(config).critic is None:
         return None
     graph, shapes = critic_lib.abstract(
@@ -102,23 +91,11 @@ def make_critic(config: ConfigDict, model: ModelConfig) -> CriticRule | None:
     return CriticRule(graph, shapes, make_optimizer(total_updates=total_updates(config), **config.critic.optimizer)[0])
 
 
-def make_packer(config: ConfigDict, model: ModelConfig, shards: int) -> Packer:
-    """The packer of a training batch, for the trainer's batch shards."""
-    group_size, minibatches = config.sampling.group_size, config.training.minibatches
-    responses = config.data.prompts_per_batch * group_size // minibatches
-    return _packer(config, model, shards, responses, group_size=group_size, minibatches=minibatches)
-
-
-def make_demonstration_packer(config: ConfigDict, model: ModelConfig, shards: int) -> Packer:
-    """The packer of a cold start's batches."""
-    return _packer(config, model, shards, config.coldstart.batch, group_size=1, minibatches=1)
-
-
-def _packer(
-    config: ConfigDict, model: ModelConfig, shards: int, responses: int, *, group_size: int, minibatches: int
-) -> Packer:
-    """The packer of mini-batches of so many responses; rows are no longer than a shard's share of these can fill."""
+def make_packer(config: ConfigDict, model: ModelConfig, shards: int, *, cold_start: bool = False) -> Packer:
+    """Return the packer of training batches, or of a cold start's."""
     training = config.training
+    group_size, minibatches = (1, 1) if cold_start else (config.sampling.group_size, training.minibatches)
+    responses = config.coldstart.batch if cold_start else config.data.prompts_per_batch * group_size // minibatches
     size: dict[str, int] = {
         "prompt": config.data.max_prompt_length,
         "response": config.sampling.max_response_length,
@@ -135,10 +112,21 @@ def _packer(
     )
 
 
+def make_shaping(config: ConfigDict) -> Shaping:
+    """Return the reward shaping and gradient mask."""
+    return Shaping(
+        group_size=config.sampling.group_size,
+        limit=config.sampling.max_response_length,
+        penalty=config.overlong.penalty,
+        cache=config.overlong.cache,
+        drop_truncated=config.overlong.filter,
+    )
+
+
 def make_scoring(config: ConfigDict) -> Scoring:
-    """Settings of the trainer's scoring, at the temperature that responses are sampled with."""
+    """Return the trainer's scoring settings."""
     return Scoring(
-        temperature=sampling.make_sampling(config).scoring_temperature,
+        temperature=players.make_sampling(config).scoring_temperature,
         logprob_chunk=config.training.logprob_chunk,
         group_size=config.sampling.group_size,
         remat=config.model.remat,

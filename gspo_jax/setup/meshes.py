@@ -1,4 +1,4 @@
-"""The trainer's and the sampler's meshes, checked against batch and model."""
+"""Meshes of trainer and sampler, checked against batch and model."""
 
 import dataclasses
 import math
@@ -18,17 +18,17 @@ from gspo_jax.parallel import processes
 
 @dataclasses.dataclass(frozen=True)
 class Meshes:
-    """The trainer's and the sampler's mesh over the same devices, in the same order."""
+    """Meshes over the same devices in the same order."""
 
     trainer: Mesh
     sampler: Mesh
 
 
 def make_meshes(config: ConfigDict, model: ModelConfig, trainer: Mesh | None = None) -> Meshes:
-    """The trainer's and the sampler's mesh, over all devices or those of `trainer`, such as a TPU slice to plan for.
+    """Return the meshes over all devices, or over `trainer`'s.
 
     Raises:
-      UserError: as `check_sizes`, or the devices lack the collective that the dispatch needs, or `model.dtype`.
+      UserError: as `check_sizes`, or the devices lack `model.dtype` or the dispatch's collective.
     """
     if trainer is None:
         if jax.default_backend() == "cpu":
@@ -44,11 +44,7 @@ def make_meshes(config: ConfigDict, model: ModelConfig, trainer: Mesh | None = N
 
 
 def check_axes(config: ConfigDict) -> None:
-    """Check the sizes of both meshes as far as they do not depend on the number of devices.
-
-    Raises:
-      UserError: more than one size of a mesh is -1.
-    """
+    """Raise a UserError if more than one size of a mesh is -1."""
     for name, sizes in (("mesh", dict(config.mesh)), ("sampling.mesh", dict(config.sampling.mesh))):
         rest = [axis for axis, size in sizes.items() if size == -1]
         if len(rest) > 1:
@@ -56,15 +52,12 @@ def check_axes(config: ConfigDict) -> None:
 
 
 def check_sizes(config: ConfigDict, model: ModelConfig | None, sizes: Mapping[str, int]) -> None:
-    """Check batch and model against the resolved sizes of the trainer's mesh, and against those of the sampler's.
+    """Check batch and model (if given) against both meshes. `sizes` are the trainer's.
 
-    Without a model, only the batch is checked.
-
-    Prefill shards prompts over the batch shards; a mini-batch has whole groups, and each of its micro-batches is
-    sharded again.
+    Prefill shards prompts over the batch shards. A mini-batch has whole groups.
 
     Raises:
-      UserError: the first size that does not divide, with the nearest sizes that do.
+      UserError: the first size that does not divide, with the nearest that do.
     """
     devices = math.prod(sizes.values())
     mesh_lib.mesh_sizes(sizes, devices)
@@ -82,13 +75,12 @@ def check_sizes(config: ConfigDict, model: ModelConfig | None, sizes: Mapping[st
 
 
 def _sampler_sizes(config: ConfigDict) -> dict[str, int] | None:
-    """Axis sizes of the sampler's own mesh, -1 for the rest of the devices; None if it uses the trainer's."""
+    """Return sizes of the sampler's own mesh, if any."""
     sizes = dict(config.sampling.mesh)
     return {axis: size or 1 for axis, size in sizes.items()} if any(sizes.values()) else None
 
 
 def _check_batch(config: ConfigDict, shards: int) -> None:
-    """Check that prompts, slots and mini-batches divide over the trainer's batch shards."""
     by = "data×fsdp×expert"
     training, group = config.training, config.sampling.group_size
     groups = training.minibatches * (shards // math.gcd(shards, group))

@@ -1,4 +1,4 @@
-"""The policy's shape, tokenizer and initial weights, from a config."""
+"""The policy's shape, tokenizer and initial weights."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,18 +11,18 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from gspo_jax import storage
 from gspo_jax.data.tokenizer import Tokenizer, check_vocabulary
 from gspo_jax.errors import UserError
+from gspo_jax.folder import storage
+from gspo_jax.folder.notes import existing_folder
+from gspo_jax.folder.storage import RunFolder
 from gspo_jax.models import huggingface, lora, peft, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.matrices import ADAPTER
 from gspo_jax.models.published import check as check_published
 from gspo_jax.models.published import find as find_published
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.reporting.writers import existing_folder
-from gspo_jax.setup import keys, sampling
-from gspo_jax.storage import RunFolder
+from gspo_jax.setup import keys, players
 from gspo_jax.training.checkpoint import load_newest
 from gspo_jax.training.digest import digest_tree
 from gspo_jax.types import Weights
@@ -43,28 +43,26 @@ _SHAPED_BY = {
     "router": (*_LAYER, "num_experts"),
     **dict.fromkeys(("gate", "up", "down"), (*_LAYER, "num_experts", "moe_intermediate_size", "intermediate_size")),
 }
-"""Fields of ModelConfig that may set the shape of a parameter, or its presence, by the parameter's name."""
+"""Fields of ModelConfig that may affect a parameter's shape or presence."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The static part of a policy: its graph and the shapes of its parameters."""
+    """Static part of a policy."""
 
     config: ModelConfig
-    """Shape of the model."""
     graph: nnx.GraphDef[transformer.Transformer]
-    """The model without its parameters, computing in the config's dtype."""
+    """Computes in the config's dtype."""
     base: nnx.GraphDef[transformer.Transformer]
-    """The same model without adapters; `graph` itself if it has none."""
+    """Without adapters."""
     shapes: Weights
-    """Shapes and dtypes of the parameters."""
     adapters: lora.Adapters | None = None
-    """The adapters that are trained; None in full training."""
+    """None in full training."""
     adapter_folder: str = ""
-    """Folder of the adapters that training starts with; empty: new ones."""
+    """Initial adapters. Empty: new ones."""
 
     def first(self, folder: Path, mesh: Mesh, key: jax.Array) -> Weights:
-        """Weights that a run starts from, in the trainer's layout: a Hugging Face folder's, and adapters, if any."""
+        """Return initial weights in the trainer's layout, with adapters, if any."""
         if self.adapters is None:
             return Weights.full(huggingface.load_params(folder, self.config, mesh))
         if self.adapter_folder:
@@ -74,15 +72,12 @@ class Policy:
         return Weights(adapters, self.frozen(folder, mesh))
 
     def frozen(self, folder: Path, mesh: Mesh, *, run: Mapping[str, Any] | None = None) -> nnx.State:
-        """Weights of a Hugging Face folder that no update changes; empty, without reading it, in full training.
+        """Return the weights in `folder` that no update changes. Empty in full training.
 
-        Args:
-          folder: the folder that a run starts from.
-          mesh: the trainer's.
-          run: what a checkpoint of the run says of it, to compare with; None: there is none.
+        `run` is a checkpoint's record.
 
         Raises:
-          UserError: the checkpoint's adapters were trained beside other weights, or with another alpha.
+          UserError: the checkpoint has other frozen weights or another alpha.
         """
         if self.adapters is None:
             return self.shapes.frozen
@@ -100,12 +95,12 @@ class Policy:
 
     @property
     def reference(self) -> nnx.GraphDef[transformer.Transformer]:
-        """The model of the reference policy: without adapters, unless a run starts with those of a folder."""
+        """Reference model. It has adapters only from a folder."""
         return self.graph if self.adapter_folder else self.base
 
     @property
     def base_dtype(self) -> jnp.dtype:
-        """Dtype of the frozen weights, but for those that are always float32, and matrices if they are int8."""
+        """Dtype of frozen weights, except int8 matrices and float32 exceptions."""
         frozen: Any = self.shapes.frozen
         return frozen["embed"].dtype
 
@@ -116,7 +111,7 @@ class Policy:
 
 
 def make_policy(config: ConfigDict, model: ModelConfig) -> Policy:
-    """The policy for a model of this shape; nothing is allocated."""
+    """Return the policy for a model's shape, without allocating."""
     options: dict[str, Any] = {"dtype": jnp.dtype(config.model.dtype), "dispatch": config.model.dispatch}
     adapters = make_adapters(config)
     if adapters is None:
@@ -132,7 +127,7 @@ def make_policy(config: ConfigDict, model: ModelConfig) -> Policy:
 
 
 def make_adapters(config: ConfigDict) -> lora.Adapters | None:
-    """The adapters of `config.adapter`; None if it has none, and all weights are trained."""
+    """Return the configured adapters, if any."""
     section = config.adapter
     if not (section.rank or section.expert_rank):
         if section.folder:
@@ -148,10 +143,10 @@ def make_adapters(config: ConfigDict) -> lora.Adapters | None:
 
 
 def model_config(config: ConfigDict) -> ModelConfig:
-    """Shape of the policy: of the model in `model.folder`, of `model.published`, or of the cold start's.
+    """Return the policy's shape.
 
     Raises:
-      UserError: the config has none of these, or the folder does not hold the published model.
+      UserError: the config has no model, or the folder not the published one.
     """
     published, folder = config.model.published, config.model.folder
     if folder:
@@ -164,7 +159,6 @@ def model_config(config: ConfigDict) -> ModelConfig:
 
 
 def _folder_model(config: ConfigDict, folder: Path) -> ModelConfig:
-    """Shape of the model in a Hugging Face folder, which must be `model.published` if the config names one."""
     model = huggingface.read_config(folder)
     if config.model.published:
         check_published(model, config.model.published, str(folder))
@@ -172,7 +166,7 @@ def _folder_model(config: ConfigDict, folder: Path) -> ModelConfig:
 
 
 def refuse_no_model() -> NoReturn:
-    """Raise the UserError for a config without weights to start from."""
+    """Raise the UserError for missing initial weights."""
     raise UserError(
         "model.folder is empty and the config has no cold start; give a folder in Hugging Face format, "
         "--config.model.folder=DIR"
@@ -180,10 +174,9 @@ def refuse_no_model() -> NoReturn:
 
 
 def field_of(leaf: str) -> str:
-    """Return the config fields that set the shape of a train state's leaf, or its presence, such as for a message.
+    """Return the config fields, comma-separated, that affect a train-state leaf's shape or presence.
 
-    `leaf` is a dotted path, such as "policy.opt_state.1.0.mu.layers.0.mlp.up.value". The fields are joined by commas;
-    empty for a leaf, such as a counter, that every train state has alike.
+    `leaf` is a dotted path such as "policy.opt_state.1.0.mu.layers.0.mlp.up.value".
     """
     path = leaf.split(".")
     matrices = [key.removesuffix(ADAPTER) for key in path]
@@ -200,13 +193,13 @@ def field_of(leaf: str) -> str:
 
 
 def check_weights(config: ConfigDict) -> None:
-    """Raise a UserError if there are no weights to start from: neither a folder nor a cold start."""
+    """Raise a UserError without a model folder or a cold start."""
     if not (config.model.folder or config.coldstart.steps):
         refuse_no_model()
 
 
 def cold_start_model(config: ConfigDict, **of_tokenizer: Any) -> ModelConfig:
-    """Shape of the model that a cold start trains; keyword arguments are the tokenizer's special ids.
+    """Return the shape of a cold start's model. Keyword arguments are special token ids.
 
     Raises:
       UserError: model.architecture lacks a field or has an unknown one.
@@ -222,31 +215,31 @@ def cold_start_model(config: ConfigDict, **of_tokenizer: Any) -> ModelConfig:
 
 
 def initial_folder(config: ConfigDict, workdir: Path) -> Path:
-    """The Hugging Face folder a run starts from: `model.folder`, or the cold start's, inside the run folder."""
+    """Return `model.folder`, or the cold start's folder."""
     return Path(config.model.folder) if config.model.folder else workdir / storage.COLD_START
 
 
 def read_folder(config: ConfigDict, folder: Path) -> tuple[ModelConfig, Tokenizer]:
-    """Read a Hugging Face folder's model shape and tokenizer, without its weights.
+    """Read a Hugging Face folder's model shape and tokenizer.
 
     Raises:
-      UserError: the folder is not the published model, or its tokenizer does not fit the model or the config's texts.
+      UserError: not the published model, or its tokenizer does not fit the model or config.
     """
     thinking = config.data.enable_thinking
     variables = {} if thinking is None else {"enable_thinking": thinking}
     model = _folder_model(config, folder)
     tokenizer = Tokenizer.load(folder, clock=config.data.clock, **variables)
     check_vocabulary(tokenizer, model.vocab_size)
-    sampling.stop_ids(config, tokenizer)
-    sampling.opening(config, tokenizer)
+    players.stop_ids(config, tokenizer)
+    players.opening(config, tokenizer)
     return model, tokenizer
 
 
 def read_run(config: ConfigDict, files: RunFolder) -> tuple[ModelConfig, Tokenizer]:
-    """The model config and tokenizer of a run folder's policy, for a command that needs a run.
+    """Return a run folder's model shape and tokenizer.
 
     Raises:
-      UserError: the folder holds no run, and the config names no model of its own; or as `read_folder`.
+      UserError: there is neither a run nor `model.folder`, or as `read_folder`.
     """
     initial = initial_folder(config, files.local)
     if not config.model.folder:
@@ -257,10 +250,10 @@ def read_run(config: ConfigDict, files: RunFolder) -> tuple[ModelConfig, Tokeniz
 
 
 def reference_params(config: ConfigDict, folder: Path, policy: Policy, mesh: Mesh) -> nnx.State | None:
-    """Parameters of the reference (initial) policy in the trainer's layout; None without a KL.
+    """Return the reference policy's parameters in the trainer's layout. None without a KL.
 
-    In full training they are in the compute dtype. Under adapters they are those of `adapter.folder`, or none: the
-    reference has the policy's frozen weights.
+    In full training they are in the compute dtype. With adapters, they are `adapter.folder`'s, if any: frozen weights
+    are shared.
     """
     if not config.reference.kl_weight:
         return None
@@ -272,7 +265,7 @@ def reference_params(config: ConfigDict, folder: Path, policy: Policy, mesh: Mes
 
 
 def newest_weights(config: ConfigDict, files: RunFolder, policy: Policy, mesh: Mesh) -> tuple[Weights, str]:
-    """Weights of a run's newest checkpoint, or its initial weights without one, and a name for messages."""
+    """Return a run's newest (or initial) weights, and a name for messages."""
     trainable = policy.shapes.trainable
     wanted = {"policy": {"params": trainable}}
     places = {"policy": {"params": mesh_lib.param_shardings(trainable, mesh)}}

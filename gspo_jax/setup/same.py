@@ -1,41 +1,19 @@
-"""The config that a run folder keeps, and which of its fields a command that goes on from there may change."""
+"""The config in a run folder, and changes allowed on resuming."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from gspo_jax.config import base
+from gspo_jax.config import MAY_CHANGE, base
 from gspo_jax.errors import UserError
-from gspo_jax.reporting.writers import fields_of, read_config
+from gspo_jax.folder.notes import by_field, fields_of, read_config
 from gspo_jax.setup import fields, learning
-
-MAY_CHANGE = (
-    "iterations",
-    "eval.",
-    "log.",
-    "checkpoint.",
-    "scoring.",
-    "data.data_dir",
-    "cpu_devices",
-    "processes.",
-    "mesh.",
-    "sampling.slots",
-    "model.dispatch",
-    "model.remat",
-    "training.row_tokens",
-    "training.max_skipped",
-    "training.logprob_chunk",
-)
-"""Config fields, by prefix, that may differ between a checkpoint and the run that resumes from it: they do not change a
-run's numbers, except by rounding. `iterations` may not where a learning rate falls over all of them.
-"""
 
 
 def of_folder(workdir: str | Path) -> ConfigDict | None:
-    """Return the config that the run in a local folder was last started with; None if the folder keeps none.
+    """Return the config of a local folder's run at its last start, if kept.
 
     Raises:
       UserError: it was saved by another version of gspo_jax.
@@ -47,7 +25,7 @@ def of_folder(workdir: str | Path) -> ConfigDict | None:
     check_version(kept, workdir)
     config = base()
     with config.unlocked():
-        for head in ("objective", "mismatch"):  # whose sections may leave fields out
+        for head in ("objective", "mismatch"):  # their sections may leave fields out
             for name in [name for name, value in kept[head].items() if isinstance(value, dict)]:
                 config[head][name] = ConfigDict()
         config.update(_as_configs(kept))
@@ -55,15 +33,14 @@ def of_folder(workdir: str | Path) -> ConfigDict | None:
 
 
 def _as_configs(tree: Any) -> Any:
-    """JSON's lists as tuples, as configs have them."""
     if isinstance(tree, dict):
         return {name: _as_configs(value) for name, value in tree.items()}
     return tuple(map(_as_configs, tree)) if isinstance(tree, list) else tree
 
 
 def check_version(saved: Mapping[str, Any], workdir: str | Path, *, flag: str = "--workdir") -> None:
-    """Raise a UserError if a saved config has other fields than those of today."""
-    ours, theirs = _flat(base().to_dict()), _flat(saved)
+    """Raise a UserError unless a saved config has today's fields."""
+    ours, theirs = by_field(base().to_dict()), by_field(saved)
     for name in sorted(ours.keys() ^ theirs.keys()):
         if not fields.is_open(name):
             has = "has" if name in theirs else "lacks"
@@ -76,13 +53,12 @@ def check_version(saved: Mapping[str, Any], workdir: str | Path, *, flag: str = 
 def check_same_run(
     config: ConfigDict, saved: Mapping[str, Any], workdir: str | Path, *, flag: str = "--workdir"
 ) -> None:
-    """Raise a UserError if the config differs from the checkpoint's in a field outside `MAY_CHANGE`.
+    """Raise a UserError if the config differs from the checkpoint's outside `MAY_CHANGE`.
 
-    `iterations` may not change either where a learning rate falls over all of them. `flag` is the one with which the
-    user chooses the folder.
+    `iterations` may not change under a cosine learning rate either. `flag` chose the folder.
     """
     check_version(saved, workdir, flag=flag)
-    ours, theirs = _flat(config.to_dict()), _flat(saved)
+    ours, theirs = by_field(config.to_dict()), by_field(saved)
     for name in sorted(ours.keys() | theirs.keys()):
         if not name.startswith(MAY_CHANGE) and ours.get(name) != theirs.get(name):
             raise UserError(
@@ -96,11 +72,3 @@ def check_same_run(
             f"its learning rate falls to 0 ({falling[0]} is 'cosine'); set it back, or start another run with another "
             f"{flag}, such as from these weights (python -m gspo_jax.convert --from={workdir} --to=FOLDER)"
         )
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested config as dotted names with plain JSON values."""
-    flat: dict[str, Any] = {}
-    for key, value in json.loads(json.dumps(tree)).items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat

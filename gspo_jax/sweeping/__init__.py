@@ -1,1 +1,1 @@
-"""What `gspo_jax.sweep` stands on: which runs a sweep has, and their processes."""
+"""Runs of `gspo_jax.sweep`, and their processes."""

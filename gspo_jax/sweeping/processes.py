@@ -1,7 +1,6 @@
-"""The processes of a sweep: cold starts and runs as children, some at a time, that end with it or save when told to.
+"""Processes of a sweep: cold starts and runs as children that end with it, or save when told to.
 
-Children are started by the main thread, since Linux kills a child whose parent asked for it when the *thread* that
-started it ends.
+The main thread starts them: on Linux, a child that is to die with its parent dies with the *thread* that started it.
 """
 
 import os
@@ -12,23 +11,23 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
-from gspo_jax import exits, signals, storage
+from gspo_jax import exits, signals
+from gspo_jax.folder import storage
+from gspo_jax.folder.notes import STOPPED_FILE
 from gspo_jax.parallel.processes import PARENT
-from gspo_jax.reporting.writers import STOPPED_FILE
 from gspo_jax.run.phases import ENDED
-from gspo_jax.sweeping.plan import ColdStart, Run
+from gspo_jax.sweeping.grid import ColdStart, SweepRun
 
 FORCED_S = 30.0
-"""Seconds, after those in which a run told to stop must have ended (`processes.grace_s`), until it is killed."""
+"""Seconds after a stopped run's `processes.grace_s` until it is killed."""
 _LOOK_S = 0.2
 _BEFORE_IT_SAVED = (-signal.SIGTERM, exits.SIGNALLED + signal.SIGTERM)
-"""Exit codes of a child that SIGTERM ended before it had anything to save."""
-_Task = ColdStart | Run
+"""Ended by SIGTERM before it had anything to save."""
+_Task = ColdStart | SweepRun
 
 
 @dataclass
@@ -36,18 +35,17 @@ class _Child:
     task: _Task
     process: subprocess.Popen
     ended: tempfile.TemporaryDirectory
-    """Folder in which it says how it has ended."""
+    """Where it notes how it ended."""
     told: bool = False
-    """Whether SIGTERM has been handed on to it."""
 
 
 class Children:
-    """Trains runs in processes of their own, a cold start before the first run that needs it."""
+    """Child processes that train runs, a cold start before the first run that needs it."""
 
-    def __init__(self, runs: Sequence[Run], *, jobs: int, logs: Path):
+    def __init__(self, runs: Sequence[SweepRun], *, jobs: int, logs: Path):
         """Train at most `jobs` of these runs at a time.
 
-        The output of one at a time goes where that of the sweep goes, the output of several to files in `logs`.
+        A single job's output goes where the sweep's goes, the output of several to files in `logs`.
         """
         self._waiting, self._count = list(runs), len(runs)
         self._jobs, self._logs = jobs, logs
@@ -58,10 +56,10 @@ class Children:
         self.told: signal.Signals | None = None
         """Signal that told the sweep to stop."""
         self.failed: dict[str, int] = {}
-        """Exit codes of the cold starts and runs that failed, negative for death by a signal."""
+        """Exit codes of failed cold starts and runs, negative for death by a signal."""
 
     def train(self) -> None:
-        """Train all runs that have not failed; return earlier, once the children have ended, if told to stop."""
+        """Train all runs that have not failed. If told to stop, return once the children have ended."""
         with signals.heard(self._hear):
             while self._active or (self._waiting and self.told is None):
                 while self.told is None and len(self._active) < self._jobs and (task := self._next()) is not None:
@@ -74,13 +72,12 @@ class Children:
                     self._ended(child)
 
     def _hear(self, number: signal.Signals, presses: int) -> None:
-        """Notice SIGTERM, SIGINT and SIGHUP; the third press of Ctrl-C kills the children."""
+        """Note the signal. The third Ctrl-C kills the children."""
         if self.told is None:
             self._told_at, self.told = time.monotonic(), number
         self._late = presses >= signals.INSISTS
 
     def _next(self) -> _Task | None:
-        """Take the first task that can start: a run, or the cold start that it waits for; None if none can."""
         under_way = [child.task.name for child in self._active]
         for run in list(self._waiting):
             cold = run.cold
@@ -94,24 +91,25 @@ class Children:
         return None
 
     def _start(self, task: _Task) -> None:
-        if isinstance(task, Run) and task.cold is not None and task.needs_cold_start():
+        if isinstance(task, SweepRun) and task.cold is not None and task.needs_cold_start():
             give(task.cold.folder, task.folder)
         log = None if self._jobs == 1 else self._logs / f"{task.name}.log"
         _say(f"{task.name}: starts" + (f", its output goes to {log}" if log is not None else ""))
         ended = tempfile.TemporaryDirectory(prefix="gspo_jax-ended-")
-        with _output(log) as output:
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        with nullcontext() if log is None else open(log, "a", encoding="utf-8") as output:
             process = subprocess.Popen(
                 task.command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env=os.environ | {PARENT: str(os.getpid()), ENDED: ended.name},
-                process_group=0,  # a Ctrl-C reaches the sweep alone, which hands it on as a SIGTERM
+                process_group=0,  # Ctrl-C reaches the sweep alone, which hands it on as SIGTERM
             )
         self._active.append(_Child(task, process, ended))
 
     def _stop(self) -> None:
-        """Hand SIGTERM on to each child, once, and kill those that have not ended in their time."""
         late = self._late or time.monotonic() - self._told_at > self._grace_s
         for child in self._active:
             if late:
@@ -121,14 +119,14 @@ class Children:
                 child.told = True
 
     def _ended(self, child: _Child) -> None:
-        """Say what has become of a child: its code and its folder have to agree."""
+        """Report how a child ended. Exit code and folder must agree."""
         task, code = child.task, child.process.returncode
         with child.ended as folder:
             saved = (Path(folder) / STOPPED_FILE).exists()
-        if code == 0 and (task.is_done() if isinstance(task, Run) else task.folder.exists()):
-            self._done += isinstance(task, Run)
-            _say(f"{task.name}: finished" + (f", {self._done} of {self._count}" if isinstance(task, Run) else ""))
-        elif code == 0 and saved and isinstance(task, Run):
+        if code == 0 and (task.is_done() if isinstance(task, SweepRun) else task.folder.exists()):
+            self._done += isinstance(task, SweepRun)
+            _say(f"{task.name}: finished" + (f", {self._done} of {self._count}" if isinstance(task, SweepRun) else ""))
+        elif code == 0 and saved and isinstance(task, SweepRun):
             _say(f"{task.name}: stopped, and saved")
             self._waiting.append(task)
         elif child.told and code in _BEFORE_IT_SAVED:
@@ -139,7 +137,7 @@ class Children:
 
 
 def give(cold: Path, folder: Path) -> None:
-    """Copy a cold start into a run folder, in place of one that is there; it is there as a whole or not at all."""
+    """Copy a cold start into a run folder atomically, in place of an earlier one."""
     unfinished, place = folder / "coldstart.partial", folder / "coldstart"
     for old in (unfinished, place):
         if old.exists():
@@ -149,8 +147,8 @@ def give(cold: Path, folder: Path) -> None:
     os.replace(unfinished, place)
 
 
-def commands(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield what `Children` would do for these runs, one at a time, as lines of a shell."""
+def commands(runs: Sequence[SweepRun]) -> Iterator[str]:
+    """Yield the shell commands of these runs and their cold starts, run one at a time."""
     made = set()
     for run in runs:
         cold = run.cold
@@ -165,28 +163,17 @@ def commands(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def describe(code: int) -> str:
-    """Describe the exit code of a child that failed."""
+    """Describe the exit code of a failed child."""
     if code == 0:
         return "exit code 0, although it is not finished"
     return f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
 
 
 def exit_code(failed: Sequence[int]) -> int:
-    """Return the exit code of a sweep with these failures: 1 if starting it again may help, and else the first one."""
+    """Return a failed sweep's exit code: 1 if another start may help, else the first failure's."""
     return failed[0] if all(code in exits.FINAL for code in failed) else 1
 
 
-@contextmanager
-def _output(log: Path | None) -> Iterator[TextIO | None]:
-    """Yield a file to append to, or None."""
-    if log is None:
-        yield None
-        return
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "a", encoding="utf-8") as file:
-        yield file
-
-
 def _say(text: str) -> None:
-    with suppress(OSError):  # the terminal is closed, and the children have still to save
+    with suppress(OSError):  # the terminal is closed, but children must still save
         print(text, flush=True)

@@ -1,8 +1,7 @@
-"""Checkpoints: every leaf of a pytree by name, with the run's JSON state. No other module uses Orbax.
+"""Checkpoints: every leaf of a pytree by name, with the run's JSON state. Only this module uses Orbax.
 
-Leaves are stored under their path in the tree, so that a checkpoint does not depend on the mesh, on the number of
-processes, or on the Python classes that hold the leaves. Every checkpoint holds the digests of its own content, since
-Orbax does not notice most damage. A checkpoint that does not match them is set aside, and the one before it is used.
+Tree paths name the leaves, independent of mesh, number of processes and Python classes. Orbax does not notice most
+damage, so checkpoints hold digests of their content.
 """
 
 import contextlib
@@ -23,26 +22,27 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import utils as ocp_utils
 from orbax.checkpoint import v1 as ocp
 
-from gspo_jax import storage
 from gspo_jax.errors import Diverged, UserError
+from gspo_jax.folder import storage
+from gspo_jax.folder.storage import AnyPath
 from gspo_jax.limited import quoted
 from gspo_jax.parallel import hosts
-from gspo_jax.storage import AnyPath
 from gspo_jax.training.digest import Digest, digests
 
 Tree = TypeVar("Tree")
 Check = Callable[[Mapping[str, Any]], None]
-"""Raises a UserError if a checkpoint with this `run` does not belong to the config."""
+"""Raises UserError if a checkpoint's `run` does not belong to the config."""
 FieldOf = Callable[[str], str]
-"""Names the config fields that set a leaf's shape; "" for none."""
+"""Leaf -> config fields that set its shape; "" for none."""
 
 _ACCURACY = "accuracy"
 _PART_BYTES = 2**30
-"""Bytes on a device of what is read back at a time."""
+_READ_ONLY: dict[str, Any] = {"check": lambda run: None, "whole": False, "notes": None}
+"""Rules of a read that checks no run, leaves out what is not asked for, and writes nothing."""
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of a pytree by path, such as "params.layers.0.mlp.gate", where 0 is the number of the stack."""
+    """Return a pytree's leaves by path, such as "params.layers.0.mlp.gate" in stack 0."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     if len(named) != len(leaves):
@@ -51,7 +51,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 class AllDamaged(UserError):
-    """No checkpoint of a folder that has some can be restored."""
+    """A folder has checkpoints, but none can be restored."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,27 +59,22 @@ class Restored:
     """A restored checkpoint."""
 
     step: int
-    """Step it was saved at."""
     state: Any
-    """The saved pytree, each leaf in the requested sharding."""
+    """Each leaf in the requested sharding."""
     run: dict[str, Any]
-    """The JSON saved as `run`: iteration, position in the data, key, config."""
+    """Iteration, position in the data, key, config."""
     arrays: dict[str, np.ndarray]
-    """The arrays saved as `arrays`, on the host."""
 
 
 class Checkpointer:
-    """Saves checkpoints under a folder, one subfolder per step, written in the background."""
+    """Background writer of checkpoints, one subfolder per step."""
 
     def __init__(self, folder: AnyPath, *, keep: int | None = None, keep_best: bool = False):
         """Open the folder, creating it if needed.
 
-        Args:
-          folder: where the checkpoints are.
-          keep: number of newest steps to retain; None: all.
-          keep_best: also retain the step saved with the highest accuracy.
+        Retains the `keep` newest steps (None: all) and, with `keep_best`, the most accurate one.
         """
-        policies: Any = ocp.training.preservation_policies  # its protocol and its classes disagree on types
+        policies: Any = ocp.training.preservation_policies
         kept = [policies.PreserveAll() if keep is None else policies.LatestN(keep)]
         if keep_best:
             best = policies.BestN(
@@ -88,22 +83,22 @@ class Checkpointer:
             kept.append(best)
         self._folder = storage.find(folder)
         _drop_unreadable_accuracies(self._folder)
-        # A killed save leaves a temporary folder behind, which is no checkpoint.
+        # A killed save leaves a temporary folder.
         self._checkpointer = ocp.training.Checkpointer(
             str(self._folder),
             preservation_policy=policies.AnyPreservationPolicy(kept),
             cleanup_tmp_directories=True,
         )
         self._options = ocp.Context()
-        # Replicas share the writing of an array by slicing it, a compiled program per shape: of use for large arrays.
+        # Slicing an array over replicas compiles a program per shape, which pays only for large arrays.
         self._options.array.saving.min_slice_bytes_for_replica_parallel = 2**20
-        # Otherwise, if a folder cannot be made, threads wait for it, and the end of the process for them.
+        # Otherwise, if a folder cannot be made, threads wait for it and block the process's exit.
         self._options.async_options.create_directories_asynchronously = False
-        # Orbax measures by a clock that may be set ahead. Whoever waits for a save has the watchdog's deadline.
+        # Orbax's clock may be set ahead. The watchdog's deadline covers waiting for a save.
         self._options.async_options.timeout_secs = 7 * 24 * 3600
         self._pending: tuple[int, Any] | None = None
         self.latest: int | None = next(iter(steps(self._folder)), None)
-        """The newest step known to be committed, or None; a save in flight counts only after `wait`."""
+        """Newest step known to be committed; a save in flight counts only after `wait`."""
 
     def save(
         self,
@@ -114,14 +109,10 @@ class Checkpointer:
         *,
         accuracy: float | None = None,
     ) -> None:
-        """Start a save in the background, after waiting for the previous one, whose error is raised here.
+        """Start a save in the background, after waiting for the previous one and raising its error.
 
-        Args:
-          step: number of the checkpoint.
-          state: a pytree of arrays whose shapes follow from the config.
-          run: values that JSON can hold.
-          arrays: host arrays whose shapes do not follow from the config, such as partial rollouts.
-          accuracy: by which `keep_best` compares; None if this step was not evaluated.
+        `run` is JSON. Shapes of `arrays`, on the host, need not follow from the config. `keep_best` compares
+        `accuracy`.
 
         Raises:
           Diverged: a leaf of `state` is not finite; nothing is saved.
@@ -137,10 +128,10 @@ class Checkpointer:
                 "arrays": {name: [list(x.shape), x.dtype.name, _sha256(x.tobytes())] for name, x in arrays.items()},
             }
         )
-        # Orbax warns of an item that has no array, so the step is stored as one.
+        # Orbax warns of an item without arrays.
         beside = {"json": text, "sha256": _sha256(text.encode()), "step": np.array([step])}
         saved = {"state": leaves, "run": beside}
-        if some := {name: x for name, x in arrays.items() if x.size}:  # Orbax refuses to save empty arrays
+        if some := {name: x for name, x in arrays.items() if x.size}:  # Orbax refuses empty arrays
             saved["arrays"] = some
         metrics: Any = None if accuracy is None else {_ACCURACY: accuracy}
         with self._options:
@@ -148,7 +139,7 @@ class Checkpointer:
         self._pending = step, pending
 
     def wait(self) -> None:
-        """Block until the save in flight is committed, and on the disk; raise its error."""
+        """Block until the save in flight is committed and on disk; raise its error."""
         if self._pending is not None:
             (step, pending), self._pending = self._pending, None
             pending.result()
@@ -156,10 +147,9 @@ class Checkpointer:
             self.latest = step
 
     def confirm(self, state: Any) -> None:
-        """Wait for the save in flight, of this `state`, and compare what can be read of it with its digests.
+        """Wait for the save in flight, of this `state`, read it back and compare it with its digests.
 
-        It is read into the state's own shardings, a part at a time, so that a device needs room for one part or for the
-        largest leaf. Every process has to call it.
+        Reads in parts, within the memory of one part or the largest leaf. Every process must call it.
 
         Raises:
           UserError: it cannot be read, or is not what was saved.
@@ -168,16 +158,7 @@ class Checkpointer:
         assert self.latest is not None
         for part in _parts(named_leaves(state)):
             shardings = {name: leaf.sharding for name, leaf in part.items()}
-            found = _try(
-                self._folder,
-                self.latest,
-                part,
-                shardings,
-                check=lambda run: None,
-                field_of=str,
-                whole=False,
-                notes=None,
-            )
+            found = _try(self._folder, self.latest, part, shardings, field_of=str, **_READ_ONLY)
             if isinstance(found, str):
                 raise UserError(
                     f"checkpoint {self.latest} in {self._folder} does not read back as it was saved ({found}); use "
@@ -185,10 +166,7 @@ class Checkpointer:
                 )
 
     def _sync(self, step: int) -> None:
-        """Have a checkpoint on the local disk survive a loss of power, before a later save deletes the one before it.
-
-        Orbax syncs the arrays, but neither the JSON files beside them nor the folders that it renames.
-        """
+        """Sync a local checkpoint's JSON files and renamed folders, as Orbax does not, before older ones go."""
         if isinstance(self._folder, Path) and jax.process_index() == 0:
             storage.sync_tree(self._folder / str(step))
 
@@ -203,14 +181,14 @@ class Checkpointer:
 def restore(
     folder: AnyPath, shapes: Tree, shardings: Tree, *, check: Check, field_of: FieldOf = lambda leaf: ""
 ) -> Restored | None:
-    """The newest checkpoint that matches its digests, each leaf read straight into its sharding; None if there is none.
+    """Restore the newest intact checkpoint, each leaf read into its sharding; None without checkpoints.
 
-    Newer ones that do not match are moved to the folder `damaged` beside `folder`, with a warning. Every process has to
-    call it, before one opens the folder with a `Checkpointer`.
+    Newer damaged ones move to the sibling folder `damaged`, with a warning. Every process must call it, before one
+    opens the folder with a `Checkpointer`.
 
     Raises:
-      UserError: `check` raised it, or the state of a checkpoint does not have these `shapes`.
-      AllDamaged: none of the checkpoints matches its digests.
+      UserError: `check` raised it, or a checkpoint's state does not have these `shapes`.
+      AllDamaged: no checkpoint matches its digests.
     """
     notes = folder.parent / storage.DAMAGED
     found, damaged = _newest(folder, shapes, shardings, check=check, field_of=field_of, whole=True, notes=notes)
@@ -227,12 +205,11 @@ def restore(
 def load_newest(
     folder: AnyPath, shapes: Tree, shardings: Tree, *, field_of: FieldOf = lambda leaf: ""
 ) -> Restored | None:
-    """The leaves in `shapes` of the newest checkpoint that matches its digests; a run may still be writing others.
+    """Load the leaves in `shapes` from the newest intact checkpoint, even while a run writes others.
 
-    Read-only: creates, moves and cleans up nothing. None if there is no checkpoint; errors as `restore`.
+    Read-only. None without checkpoints; errors as in `restore`.
     """
-    rules = {"check": lambda run: None, "field_of": field_of, "whole": False, "notes": None}
-    found, damaged = _newest(folder, shapes, shardings, **rules)
+    found, damaged = _newest(folder, shapes, shardings, field_of=field_of, **_READ_ONLY)
     if found is None and damaged:
         raise AllDamaged(f"no checkpoint in {folder} can be read ({_list(damaged)}); put back a copy of one")
     if found is not None and damaged:
@@ -241,19 +218,18 @@ def load_newest(
 
 
 def steps(folder: AnyPath) -> list[int]:
-    """The steps that have a committed checkpoint, newest first."""
+    """Return the steps of committed checkpoints, newest first."""
     found = [path for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
-    # In a bucket nothing is renamed, so an unfinished save already has its final name.
+    # In a bucket, an unfinished save already has its final name.
     return sorted((int(path.name) for path in found if ocp_utils.is_checkpoint_finalized(path)), reverse=True)
 
 
 def set_all_aside(folder: AnyPath) -> None:
-    """Move all checkpoints to the folder `damaged` beside `folder`, without looking at them."""
+    """Move all checkpoints, unread, to the sibling folder `damaged`."""
     _set_aside(folder, dict.fromkeys(steps(folder), "the run starts over"))
 
 
 def _set_aside(folder: AnyPath, reasons: Mapping[int, str]) -> None:
-    """Move these checkpoints away, with a warning; done by process 0 while the others wait."""
     if not reasons:
         return
     aside = folder.parent / storage.DAMAGED
@@ -266,10 +242,7 @@ def _set_aside(folder: AnyPath, reasons: Mapping[int, str]) -> None:
 
 
 def _drop_unreadable_accuracies(folder: AnyPath) -> None:
-    """Remove accuracies cut by a loss of power, say: Orbax reads them all when it opens a folder, and fails on those.
-
-    The digests do not cover them, since a checkpoint without is as good; only `keep_best` no longer counts it.
-    """
+    """Remove damaged accuracy files, or Orbax could not open the folder. The checkpoints stay good."""
     if jax.process_index() == 0:
         for step in steps(folder):
             file = folder / str(step) / "metrics" / "metrics"
@@ -288,7 +261,7 @@ def _list(reasons: Mapping[int, str]) -> str:
 
 
 def _newest(folder: AnyPath, shapes: Any, shardings: Any, **rules: Any) -> tuple[Restored | None, dict[int, str]]:
-    """The newest checkpoint that matches its digests, if there is one, and why each newer one does not."""
+    """Return the newest intact checkpoint, if any, and why newer ones are damaged."""
     damaged = {}
     for step in steps(folder):
         found = _try(folder, step, shapes, shardings, **rules)
@@ -301,10 +274,7 @@ def _newest(folder: AnyPath, shapes: Any, shardings: Any, **rules: Any) -> tuple
 def _try(
     folder: AnyPath, step: int, shapes: Any, shardings: Any, *, notes: AnyPath | None, **rules: Any
 ) -> Restored | str:
-    """The checkpoint of a step, or why it is damaged; read once more if it seems to be, as storage may fail briefly.
-
-    What a library says of it goes into a file in the folder `notes`, if that is given.
-    """
+    """Return a checkpoint, or why it is damaged. Tries twice, since storage may fail briefly."""
     found = _load(folder, step, shapes, shardings, note=None, **rules)
     if isinstance(found, str):
         logging.warning("%s: checkpoint %d: %s; reading it once more", folder, step, found)
@@ -324,9 +294,9 @@ def _load(
     whole: bool,
     note: AnyPath | None,
 ) -> Restored | str:
-    """Read and verify one checkpoint, which with `whole` must have no other leaves than `shapes`; or why it is damaged.
+    """Read and verify one checkpoint, or return why it is damaged; all processes agree.
 
-    All processes come to the same result, since each stage ends with a vote.
+    `whole` allows no leaves but those in `shapes`.
     """
     path = str(storage.find(folder) / str(step))
     content, why = _attempt(lambda: describe(path), note)
@@ -336,7 +306,7 @@ def _load(
     wanted, leaves = _abstract(shapes, shardings), content["state"]
     there = {name: (tuple(x[0]), x[1]) for name, x in leaves.items() if whole or name in wanted}
     _check_same({name: (x.shape, x.dtype.name) for name, x in wanted.items()}, there, step, field_of)
-    items: dict[str, Any] = {"state": {name: wanted.get(name, ...) for name in leaves}}  # Orbax leaves `...` on disk
+    items: dict[str, Any] = {"state": {name: wanted.get(name, ...) for name in leaves}}
     extra = content["arrays"] if whole else {}
     if any(math.prod(shape) for shape, _, _ in extra.values()):
         items["arrays"] = None
@@ -350,10 +320,7 @@ def _load(
 
 
 def _attempt(read: Callable[[], Any], note: AnyPath | None) -> tuple[Any, str]:
-    """The result of `read`, and "" or why it failed on one of the processes, with the whole error in the file `note`.
-
-    On damage, Orbax raises errors of any type, with texts of any length.
-    """
+    """Return the result of `read`, and "" or why it failed on any process, with the full error in `note`."""
     value, why = None, ""
     try:
         value = read()
@@ -368,7 +335,7 @@ def _attempt(read: Callable[[], Any], note: AnyPath | None) -> tuple[Any, str]:
 
 
 def describe(path: str) -> dict[str, Any]:
-    """The JSON that describes a checkpoint: `run`, and shape, dtype and digest of every leaf and array."""
+    """Return a checkpoint's JSON: `run`, and shape, dtype and digest of every leaf and array."""
     beside = ocp.load_checkpointables(path, {"run": None})["run"]
     if _sha256(beside["json"].encode()) != beside["sha256"]:
         raise ValueError("its description differs from its digest")
@@ -378,7 +345,6 @@ def describe(path: str) -> dict[str, Any]:
 def _verified(
     loaded: dict[str, Any], wanted: Mapping[str, Any], extra: Mapping[str, Any]
 ) -> tuple[dict[str, jax.Array], dict[str, np.ndarray]]:
-    """The loaded leaves, still to be verified, and the arrays `extra`, verified."""
     arrays = {}
     for name, (shape, dtype, digest) in extra.items():
         arrays[name] = np.array(loaded["arrays"][name]) if math.prod(shape) else np.zeros(shape, dtype)
@@ -388,7 +354,7 @@ def _verified(
 
 
 def _parts(leaves: Mapping[str, jax.Array]) -> list[dict[str, jax.Array]]:
-    """The leaves in order, in groups of at most `_PART_BYTES` on a device, where a larger one is a group of its own."""
+    """Group leaves to at most `_PART_BYTES` on a device, or one larger leaf."""
     parts, filled = [{}], 0
     for name, leaf in leaves.items():
         size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -413,8 +379,6 @@ def _abstract(shapes: Any, shardings: Any) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _check_same(wanted: Mapping[str, Any], saved: Mapping[str, Any], step: int, field_of: FieldOf) -> None:
-    """Raise a UserError if two tables of shape and dtype by leaf differ."""
-
     def shown(table: Mapping[str, Any], name: str) -> str:
         return "{} {}".format(*reversed(table[name])) if name in table else "missing"
 
@@ -429,7 +393,6 @@ def _check_same(wanted: Mapping[str, Any], saved: Mapping[str, Any], step: int, 
 
 
 def _check_finite(content: Mapping[str, Digest], step: int) -> None:
-    """Raise `Diverged` if a leaf is not finite."""
     if bad := [name for name, found in content.items() if found.nonfinite]:
         raise Diverged(
             f"checkpoint {step} is not saved, because {_some(bad)} holds NaN or infinite elements; the one before "

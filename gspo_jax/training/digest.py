@@ -1,9 +1,8 @@
-"""Digests of arrays that do not depend on how the arrays are sharded, computed where their shards live.
+"""Digests of arrays, independent of their sharding and computed where the shards live.
 
-The digest of an array is a sum over its elements, modulo 2^32, of a hash of the element's index and bits. A sum has no
-order, so every device adds up its own elements, and a few words per array are all that devices exchange. The hash is a
-bijection of the bits at every index: a change to a single element always changes both words, and any other change
-leaves them equal with a probability of 2^-64. It guards against damage, not against forgery.
+A digest is a sum over elements, modulo 2^32, of a hash of index and bits. The hash is a bijection of the bits: changing
+one element always changes both words, and any other change goes unnoticed with probability 2^-64. This guards against
+damage, not forgery.
 """
 
 import hashlib
@@ -23,16 +22,14 @@ from gspo_jax.parallel import mesh as mesh_lib
 
 
 class Digest(NamedTuple):
-    """Digest of an array, and the number of its elements that are not finite."""
-
     words: str
-    """The two words of the digest, in hexadecimal."""
+    """Both words, in hexadecimal."""
     nonfinite: int
-    """Elements that are NaN or infinite, modulo 2^32."""
+    """NaN or infinite elements, modulo 2^32."""
 
 
 def digests(arrays: Mapping[str, jax.Array]) -> dict[str, Digest]:
-    """The digest of each array; one program reads all of them once. Every process has to call it."""
+    """Return each array's digest. Every process must call it."""
     if not arrays:
         return {}
     leaves = list(arrays.values())
@@ -41,19 +38,14 @@ def digests(arrays: Mapping[str, jax.Array]) -> dict[str, Digest]:
 
 
 def digest_tree(tree: Any) -> str:
-    """One digest of all leaves of a tree and of their paths, the same on any mesh. Every process has to call it."""
+    """Return one digest of a tree's leaves and paths, the same on any mesh. Every process must call it."""
     found = digests({jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)})
     return hashlib.sha256(json.dumps({name: one.words for name, one in found.items()}).encode()).hexdigest()[:16]
 
 
 @partial(jax.jit, static_argnames="places")
 def digest_all(arrays: list[jax.Array], *, places: tuple[Sharding, ...]) -> UInt32[Array, "n 3"]:
-    """Both words of each array's digest, and the number of its elements that are not finite.
-
-    Args:
-      arrays: the arrays; those that have a mesh have the same.
-      places: their shardings.
-    """
+    """Return both words of each array's digest, and its number of non-finite elements, on one mesh."""
     mesh = next((place.mesh for place in places if isinstance(place, NamedSharding)), None)
     if not isinstance(mesh, Mesh):
         return jnp.stack([_facts(x, [0] * x.ndim, shape=x.shape) for x in arrays])
@@ -70,7 +62,7 @@ def digest_all(arrays: list[jax.Array], *, places: tuple[Sharding, ...]) -> UInt
 def _facts_of_shard(
     x: Shaped[Array, "..."], shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
 ) -> UInt32[Array, "3"]:
-    """A device's summands: the facts of its shard of an array of this shape, zeros if another device counts it."""
+    """Return one device's summands for its shard; zeros if another counts it."""
     over = mesh_lib.axes_by_dimension(spec)
     starts = [jax.lax.axis_index(axes) * size if axes else 0 for axes, size in zip_longest(over, x.shape, fillvalue=())]
     copies = tuple(axis for axis in mesh.axis_names if axis not in sum(over, ()))
@@ -78,19 +70,13 @@ def _facts_of_shard(
     return counts * _facts(x, starts, shape=shape)
 
 
-@partial(jax.jit, static_argnames="shape")  # traced once for all leaves of a shape
+@partial(jax.jit, static_argnames="shape")
 def _facts(
     x: Shaped[Array, "..."], starts: Sequence[jax.typing.ArrayLike], *, shape: tuple[int, ...]
 ) -> UInt32[Array, "3"]:
-    """Both words of the digest, and the number of elements that are not finite, of a block of an array.
-
-    Args:
-      x: the block.
-      starts: index in the array of the block's first element, for each axis.
-      shape: that of the array.
-    """
+    """Return the facts of a block, from index `starts`, of an array of this `shape`."""
     place = _mix(_indices(x.shape, starts, shape))
-    # The index counts elements, so the halves of a wide element need hashes of their own.
+    # A wide element's halves share the index but need separate hashes.
     halves = _bits(x)
     one = sum(_mix(bits ^ (place + jnp.uint32(i))) for i, bits in enumerate(halves))
     two = sum(_mix(bits + place * jnp.uint32(0x9E3779B1) + jnp.uint32(i)) for i, bits in enumerate(halves))
@@ -103,7 +89,6 @@ def _facts(
 def _indices(
     block: tuple[int, ...], starts: Sequence[jax.typing.ArrayLike], shape: tuple[int, ...]
 ) -> UInt32[Array, "..."]:
-    """Row-major index, in an array of this shape, of every element of a block of it, modulo 2^32."""
     index, stride = jnp.zeros(block, jnp.uint32), 1
     for axis in reversed(range(len(block))):
         along = jax.lax.broadcasted_iota(jnp.uint32, block, axis) + jnp.asarray(starts[axis], jnp.uint32)
@@ -113,7 +98,6 @@ def _indices(
 
 
 def _bits(x: Shaped[Array, "..."]) -> list[UInt32[Array, "..."]]:
-    """The bits of every element, as one word of 32 bits or two."""
     if x.dtype == jnp.bool_:
         return [x.astype(jnp.uint32)]
     size = x.dtype.itemsize

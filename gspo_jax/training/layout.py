@@ -1,8 +1,6 @@
-"""The packed rows in which the trainer computes responses.
+"""Packed rows, as the trainer computes them.
 
-A layout knows the way from what is known of each response, [B, N, …] for N = S + T positions, to the rows of a forward
-pass, [R, M, …], and from the rows back to the tokens, [B, T]. Log-probs, routes, metrics and losses are written once,
-in terms of it.
+Responses, [B, N, …] for N = S + T positions, map to rows of a forward pass, [R, M, …], and back to tokens, [B, T].
 """
 
 import dataclasses
@@ -28,49 +26,34 @@ State = TypeVar("State")
 
 @struct.dataclass
 class Layout:
-    """A row on each batch shard, which holds prompts, each followed by responses to it, of any lengths.
+    """One row per batch shard, holding prompts, each followed by responses to it.
 
-    The B responses are those of one mini-batch, in places of which each shard has B / shards. A place whose response is
-    in another row, or which has none, is not live: it gets zeros, and its mask is False. Scored positions are those of
-    the row, and each predicts its own token.
+    The B places are a mini-batch's, B / shards per shard. Places that are empty, or have a response in another row, are
+    not live: they get zeros, and their mask is False. Each scored position predicts its own token.
     """
 
     responses: Responses
-    """The responses in all places; `mask` is False where a place is not live."""
     live: Bool[Array, " B"]
-    """True for places whose response is in the row."""
+    """True where the response is in the row."""
     prompt: Int[Array, " B"]
-    """Offset in the row of the first token of the response's prompt."""
+    """Row offset of the prompt."""
     start: Int[Array, " B"]
-    """Offset in the row of the response's first token."""
+    """Row offset of the response."""
     place: Int[Array, "R M"]
-    """Place, counted within the shard, of each position's response, or of the first that has this prompt."""
+    """Place, within the shard, of each position's response, or of the first with this prompt."""
     column: Int[Array, "R M"]
-    """Which of the N positions of that response it is."""
+    """Position among that response's N."""
     in_response: Bool[Array, "R M"]
-    """True on response tokens."""
     spans: Spans
-    """Keys that each position sees."""
 
     @classmethod
-    def of(
-        cls, responses: Responses, packing: Packing, minibatch: Array | int, kind: int, turn: Array | int
-    ) -> "Layout":
-        """The row of one micro-batch on each shard.
-
-        Args:
-          responses: those of the mini-batch, dealt to their places.
-          packing: of the batch.
-          minibatch: index of the mini-batch.
-          kind: index of the row's length in `packing.row_lengths`.
-          turn: number of the micro-batch among those of this kind.
-        """
+    def of(cls, responses: Responses, packing: Packing, kind: int, turn: Array | int) -> "Layout":
+        """Return each shard's row of one micro-batch, from a mini-batch's responses in their places."""
         length = packing.row_lengths[kind]
-        here = (packing.kind[minibatch] == kind) & (packing.turn[minibatch] == turn)
-        lengths = responses.mask.sum(axis=1)
-        live = here & (packing.responses[minibatch] >= 0) & (lengths > 0)
+        lengths, here = responses.mask.sum(axis=1), (packing.kind == kind) & (packing.turn == turn)
+        live = here & (packing.responses >= 0) & (lengths > 0)
         responses = dataclasses.replace(responses, mask=responses.mask & live[:, None])
-        prompt, start = packing.prompt[minibatch], packing.start[minibatch]
+        prompt, start = packing.prompt, packing.start
         find = by_batch_shard(partial(_positions, length=length, prompt_columns=responses.prompts.shape[1]))
         return cls(responses, live, prompt, start, *find(live, prompt, start, responses.prompt_lengths, lengths))
 
@@ -85,11 +68,10 @@ class Layout:
         return self.spans.valid
 
     def forward(self, model: Transformer, routing: Routing | None, remat: Remat) -> Output:
-        """The model's output for the rows."""
         return model(self.targets, spans=self.spans, routing=routing, remat=remat)
 
     def rows(self, x: Shaped[Array, "B N *rest"]) -> Shaped[Array, "R M *rest"]:
-        """Values of the rows' positions; those of a shared prompt are the first response's. Undefined on padding."""
+        """Return values at the rows' positions, the first response's for a shared prompt; undefined on padding."""
 
         def gather(x: Array, place: Array, column: Array) -> Array:
             return x[place[0], column[0]][None]
@@ -97,7 +79,7 @@ class Layout:
         return by_batch_shard(gather)(x, self.place, self.column)
 
     def whole(self, x: Shaped[Array, "R M *rest"], fill: Any) -> Shaped[Array, "B N *rest"]:
-        """Invert `rows`; `fill` where a place is not live, and past the ends of prompt and response."""
+        """Invert `rows`, with `fill` where not live and past the ends of prompt and response."""
         S, T = self.responses.prompts.shape[1], self.responses.tokens.shape[1]
 
         def cut(x: Array, live: Array, prompt: Array, start: Array, lengths: Array, mask: Array) -> Array:
@@ -110,7 +92,7 @@ class Layout:
         return by_batch_shard(cut)(x, self.live, self.prompt, self.start, r.prompt_lengths, r.mask)
 
     def predicting(self, x: Shaped[Array, "R M *rest"]) -> Shaped[Array, "R M *rest"]:
-        """Values at the position that predicts each position's token: the one before, or the prompt's last.
+        """Return values at the position that predicts each position's token: the one before, or the prompt's last.
 
         Undefined on prompts and padding.
         """
@@ -124,23 +106,22 @@ class Layout:
         return by_batch_shard(shift)(x, self.live, self.prompt, self.start, self.responses.prompt_lengths)
 
     def scored(self, x: Shaped[Array, "R M"]) -> Shaped[Array, "B T"]:
-        """Values of the tokens, from those at scored positions."""
+        """Return tokens' values from scored positions."""
         return self.own(x)
 
     def own(self, x: Shaped[Array, "R M"]) -> Shaped[Array, "B T"]:
-        """Values at the tokens' own positions; 0 outside the mask."""
+        """Return values at the tokens' own positions; 0 outside the mask."""
         where = self.responses.mask, self.start, self.place, self.column - self.responses.prompts.shape[1]
         return by_batch_shard(_own)(x, *where, self.in_response)
 
 
 def mask_of_rows(layout: Layout, mask: Bool[Array, "B T"]) -> Bool[Array, "R M"]:
-    """The mask at the tokens' own positions in the rows; False on prompts and padding."""
+    """Return the mask at the tokens' own positions; False on prompts and padding."""
     nothing = jnp.zeros((mask.shape[0], layout.responses.prompts.shape[1]), bool)
     return layout.rows(jnp.concatenate([nothing, mask], axis=1)) & layout.valid
 
 
 def _all_tokens(responses: Responses) -> Int[Array, "B N"]:
-    """Prompts and responses concatenated."""
     return jnp.concatenate([responses.prompts, responses.tokens], axis=1)
 
 
@@ -154,7 +135,6 @@ def _positions(
     length: int,
     prompt_columns: int,
 ) -> tuple[Array, Array, Array, Spans]:
-    """Place, column, whether in a response, and spans of every position of one shard's row, [1, `length`] each."""
     at = jnp.arange(length, dtype=jnp.int32)
 
     def within(first: Array, count: Array) -> Bool[Array, "M B"]:
@@ -176,14 +156,13 @@ def _positions(
 
 
 def _slices(row: Shaped[Array, "M *rest"], starts: Int[Array, " B"], length: int) -> Shaped[Array, "B length *rest"]:
-    """row[start : start + length] for every start; zeros past the row's end."""
     padded = jnp.pad(row, ((0, length), *((0, 0),) * (row.ndim - 1)))
     return jax.vmap(partial(jax.lax.dynamic_slice_in_dim, padded, slice_size=length))(starts)
 
 
 @jax.custom_vjp
 def _own(x: Array, mask: Array, start: Array, place: Array, column: Array, in_response: Array) -> Array:
-    """One shard's tokens [B, T] from its row [1, M]; the gradient is the inverse, a gather as well."""
+    """Gather one shard's tokens [B, T] from its row [1, M]; the gradient is a gather too."""
     del place, column, in_response
     return jnp.where(mask, _slices(x[0], start, mask.shape[1]), 0)
 
@@ -196,27 +175,20 @@ def _own_backward(residuals: tuple[Array, ...], grads: Array) -> tuple[Array | N
 _own.defvjp(lambda x, mask, start, *row: (_own(x, mask, start, *row), row), _own_backward)
 
 
-def deal(tree: Any, packing: Packing, minibatch: Array | int) -> Any:
-    """A mini-batch's arrays, in the places of its packing; empty places get those of some response."""
-    return take_rows(tree, jnp.maximum(packing.responses[minibatch], 0))
+def deal(tree: Any, packing: Packing) -> Any:
+    """Deal responses' values, [B, …], to a packing's places, [M, Q, …]; empty places get zeros."""
+    return take_rows(tree, jnp.asarray(packing.responses))
 
 
 def fold_rows(
-    add: Callable[[State, Layout], State],
-    state: State,
-    responses: Responses,
-    packing: Packing,
-    minibatch: Array | int,
-    *,
-    group_size: int,
+    add: Callable[[State, Layout], State], state: State, responses: Responses, packing: Packing, *, group_size: int
 ) -> State:
-    """state = add(state, layout) for the rows of each micro-batch of a mini-batch in turn.
+    """Fold `state = add(state, layout)` over a mini-batch's micro-batches.
 
-    `responses` are the mini-batch's, dealt. There are as many micro-batches as the packing says, in loops that declare
-    those that responses of full length would need.
+    Loops declare the trip counts of full-length responses; the packing sets the actual ones.
     """
     full = turns_at_full_length(
-        packing.places.shape[1] // shards(),
+        packing.size // shards(),
         packing.row_lengths,
         prompt=responses.prompts.shape[1],
         response=responses.tokens.shape[1],
@@ -225,8 +197,8 @@ def fold_rows(
     for kind, usual in enumerate(full):
 
         def turn(number: Array, state: State, kind: int = kind) -> State:
-            return add(state, Layout.of(responses, packing, minibatch, kind, number))
+            return add(state, Layout.of(responses, packing, kind, number))
 
         with jax.named_scope(at_most(usual)):
-            state = jax.lax.fori_loop(0, packing.turns[minibatch, kind], turn, state)
+            state = jax.lax.fori_loop(0, packing.turns[kind], turn, state)
     return state

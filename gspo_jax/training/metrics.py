@@ -1,7 +1,4 @@
-"""Metrics of an update: sums that add up over micro-batches, and the means, rates and maxima computed from them.
-
-docs/metrics.md explains every name.
-"""
+"""Metrics of an update, from sums over micro-batches. docs/metrics.md explains every name."""
 
 from typing import Any
 
@@ -18,14 +15,14 @@ from gspo_jax.routing import drift as drift_lib
 from gspo_jax.routing import load as load_lib
 from gspo_jax.training.layout import Layout, mask_of_rows
 from gspo_jax.training.scoring import ModelScores
-from gspo_jax.types import Experience, RouterRecord
+from gspo_jax.types import Batch, RouterRecord
 
 Metrics = dict[str, Any]
 
 
 def of_policy(
     scores: ModelScores,
-    batch: Experience,
+    batch: Batch,
     info: Info,
     *,
     config: ModelConfig,
@@ -33,16 +30,9 @@ def of_policy(
     routes: RouterRecord,
     replayed: Int[Array, "L R M K"] | None = None,
 ) -> tuple[Metrics, Metrics]:
-    """A micro-batch's policy and routing statistics: (sums over its tokens, maxima over its tokens and responses).
+    """Return a micro-batch's policy and routing statistics: (sums over tokens, maxima over tokens and responses).
 
-    Args:
-      scores: forward pass of the policy being trained.
-      batch: the micro-batch, with the old policy's log-probs.
-      info: ratios, gates, advantages and weights from the objective.
-      config: shape of the policy; a dense one has no routing metrics.
-      layout: rows of the forward pass.
-      routes: the old policy's, at the rows' positions.
-      replayed: experts that the forward pass was given to replay, -1 where the router chose; None without replay.
+    `routes` are the old policy's, at the rows' positions, layers first. `replayed` are -1 where the router chose.
     """
     rollout, mask = batch.rollout, batch.mask
     d = jnp.where(mask, scores.logprobs - batch.old.logprobs, 0)
@@ -76,20 +66,9 @@ def of_policy(
 def _of_routes(
     routes: Routes, old: RouterRecord, mask: Bool[Array, "R M"], num_experts: int, replayed: Array | None
 ) -> Metrics:
-    """Sums over response tokens of routing drift against the old policy, expert load, replayed pairs."""
-
-    def layers_first(x: Array) -> Array:
-        return jnp.moveaxis(x, 2, 0)
-
     now = jax.tree.map(jax.lax.stop_gradient, routes)
     sums: Metrics = {
-        "drift": drift_lib.compare(
-            layers_first(old.experts),
-            now.chosen,
-            mask,
-            old_logprobs=None if old.logprobs is None else layers_first(old.logprobs),
-            new_logprobs=now.watched,
-        ),
+        "drift": drift_lib.compare(old.experts, now.chosen, mask, old_logprobs=old.logprobs, new_logprobs=now.watched),
         "load": load_lib.expert_counts(now.experts, mask, num_experts=num_experts),
     }
     if replayed is not None:
@@ -105,7 +84,6 @@ def of_critic(
     clipped: Bool[Array, "B T"],
     mask: Bool[Array, "B T"],
 ) -> Metrics:
-    """Sums of the critic's losses, values and errors over a micro-batch's tokens."""
     errors = returns - values
     return {
         "losses": jnp.where(mask, losses, 0).sum(),
@@ -116,7 +94,7 @@ def of_critic(
 
 
 def from_sums(sums: Metrics, maxima: Metrics) -> Metrics:
-    """Metrics of an update, by their names in metrics.jsonl; means are per trainable token."""
+    """Return an update's metrics, keyed as in metrics.jsonl. Means are per trainable token."""
     tokens = jnp.maximum(sums["clip"].tokens, 1)
     d, d2, s, s2, rows = sums["spread"]
     rows = jnp.maximum(rows, 1)
@@ -172,22 +150,19 @@ def _critic_metrics(sums: Metrics, tokens: Array) -> Metrics:
 
 
 def _moments(x: Float[Array, "B T"], y: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, " 6"]:
-    """Sums over the mask of x, y and x − y, then of their squares, from which `_variances` and `_pearson` follow."""
     each = [jnp.where(mask, z, 0) for z in (x, y, x - y)]
     return jnp.stack([z.sum() for z in each] + [(z * z).sum() for z in each])
 
 
 def _variances(moments: Float[Array, " 6"], n: Array) -> Float[Array, " 3"]:
-    """Variances of x, y and x − y."""
     means, squares = (moments / n).reshape(2, 3)
     return jnp.maximum(squares - means**2, 0)
 
 
 def _pearson(moments: Float[Array, " 6"], n: Array) -> Array:
-    """Pearson correlation of x and y; 1 if either is constant, since two equal constants agree.
+    """Return the Pearson correlation of x and y; 1 if either is constant.
 
-    Computed from the variance of x − y rather than from Σ x·y, in which float32 would lose the small difference between
-    two nearly equal copies.
+    In float32, Σ x·y loses the small difference of nearly equal copies; the variance of x − y does not.
     """
     x, y, apart = _variances(moments, n)
     spread = jnp.sqrt(x * y)

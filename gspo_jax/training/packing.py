@@ -1,11 +1,8 @@
-"""Packing: responses of different lengths share rows of a fixed number of tokens, and no shard waits for another.
+"""Packing: responses of different lengths share fixed-length rows, with equal work on every shard.
 
-A micro-batch is one row on each batch shard. A row holds prompts, each followed by responses to it, one after the
-other, and padding at its end; a response is never cut. `Packer` decides on the host, from the lengths alone, which row
-computes which response; the programs of an update find everything else through it (`training.layout`).
-
-A mini-batch takes as many micro-batches as its responses need, first of rows of the full budget, then of short rows,
-which fill up what is left. Rows are filled and dealt to shards so that all shards have the same work.
+A micro-batch is one row per batch shard. A row holds prompts, each followed by uncut responses to it, and padding at
+its end. `Packer` assigns responses to rows on the host, from lengths alone. A mini-batch fills full rows first, then
+short ones.
 """
 
 import dataclasses
@@ -14,42 +11,40 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from gspo_jax.training.batches import take_minibatch
 from gspo_jax.types import Packing
 
 SHORT = 4
-"""Full rows are this many times as long as short ones."""
+"""Length of full rows relative to short ones."""
 LEAST = 1024
-"""Least row budget in tokens: shorter rows cost more in small operations than they save in padding."""
+"""Minimum row budget in tokens: shorter rows cost more in small operations than they save in padding."""
 _STEP = 32
 """Default budgets are multiples of this."""
 _SPARE = 0.03
-"""Token slots that rows of the default budget may have in excess of what responses of full length need."""
 _SLACK = 0.02
-"""Excess of the busiest shard over the least possible work that the packer accepts without looking further."""
+"""Accepted excess of the busiest shard's work."""
 _MOVES = 200
-"""Maximum moves of responses between rows to even out the work of shards."""
+"""Maximum moves of responses to even out shards."""
 
 
 def row_lengths(budget: int) -> tuple[int, ...]:
-    """Lengths of full and of short rows; there are no short rows if they would be shorter than `LEAST` tokens."""
+    """Return the lengths of full and short rows, without short rows if under `LEAST` tokens."""
     return (budget, budget // SHORT) if budget >= SHORT * LEAST else (budget,)
 
 
 def tokens_at_full_length(responses: int, *, prompt: int, response: int, group_size: int) -> int:
-    """Tokens of a shard's `responses` of full length, with a prompt for each of its groups."""
+    """Return the tokens of full-length `responses`, with one prompt per group."""
     share = math.gcd(responses, group_size)
     return responses // share * (prompt + share * response)
 
 
 def default_budget(responses: int, *, prompt: int, response: int, group_size: int) -> int:
-    """Tokens of a row if a config gives none: few, but enough that rows of full-length responses have little to spare.
+    """Return the default row budget: the smallest with little waste on full-length responses.
 
-    With the `responses` that a shard has in a mini-batch, all of full length, prompts repeated in every row and what is
-    left at the ends of rows may together cost `_SPARE` of the tokens.
+    Repeated prompts and unused row ends may cost at most `_SPARE` of a shard's tokens.
     """
     size = {"prompt": prompt, "response": response, "group_size": group_size}
     whole = tokens_at_full_length(responses, **size)
@@ -63,75 +58,79 @@ def default_budget(responses: int, *, prompt: int, response: int, group_size: in
 
 
 def places_per_shard(responses: int, shards: int) -> int:
-    """Responses that a shard has room for: more than its equal share, as long responses leave other shards more."""
+    """Return a shard's places: more than its equal share, since long responses leave other shards more."""
     share = -(-responses // shards)
-    return min(responses, share + max(share // 2, 4))
+    return min(responses, share + max(share // 4, 2))
 
 
 def turns_at_full_length(
     responses: int, row_lengths: Sequence[int], *, prompt: int, response: int, group_size: int
 ) -> tuple[int, ...]:
-    """Micro-batches of each kind of row that a shard's `responses` of full length need: full rows alone."""
+    """Return the micro-batches of each kind that full-length `responses` need: full rows alone."""
     budget, *short = row_lengths
     in_row = math.prod(full_row(budget, prompt=prompt, response=response, group_size=group_size))
     return (-(-responses // in_row), *[0] * len(short))
 
 
 def full_row(budget: int, *, prompt: int, response: int, group_size: int) -> tuple[int, int]:
-    """Groups in a row, and responses of each, if all responses have the full length: whole groups, or part of one."""
+    """Return (groups in a row, responses of each) at full length: whole groups, or part of one."""
     group = prompt + group_size * response
     return (budget // group, group_size) if budget >= group else (1, (budget - prompt) // response)
 
 
+def take_minibatch(batch: Any, index: Array | int, *, count: int, group_size: int) -> Any:
+    """Return mini-batch `index` of `count`, the groups numbered `index` modulo `count`, of arrays by row."""
+
+    def cut(x: Array) -> Array:
+        rows, *rest = x.shape
+        groups = x.reshape(rows // (count * group_size), count, group_size, *rest)
+        return groups[:, index].reshape(rows // count, *rest)
+
+    return jax.tree.map(cut, batch)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Packer:
-    """Packs batches of responses for an update's programs."""
+    """Packs batches for an update's programs."""
 
     group_size: int
-    """Adjacent responses to one prompt."""
     minibatches: int
-    """Mini-batches of a batch; mini-batch i has the groups whose number is i modulo this."""
+    """Per batch; mini-batch i has the groups numbered i modulo this."""
     shards: int
-    """Batch shards."""
     row_lengths: tuple[int, ...]
-    """Tokens of a row of each kind, longest first; the first holds any response with its prompt."""
+    """Tokens of each kind of row, longest first; the first fits any response with its prompt."""
     pair_cost: float = 0.0
-    """Work of a (query, key) pair relative to that of a token."""
+    """Work of a (query, key) pair relative to a token."""
 
     def __call__(self, lengths: Int[np.ndarray, " B"], prompt_lengths: Int[np.ndarray, " B"]) -> Packing:
-        """Pack each mini-batch into as few token slots as a fast search finds, with the same work on every shard.
-
-        Args:
-          lengths: tokens of each response; a response without any takes up no slots.
-          prompt_lengths: tokens of each response's prompt.
-        """
-        found = [self._pack(*columns) for columns in zip(self.parts(lengths), self.parts(prompt_lengths), strict=True)]
+        """Pack each mini-batch into few token slots, with equal work per shard."""
+        numbers = np.arange(len(lengths), dtype=np.int32)
+        found = [self._pack(own, lengths[own], prompt_lengths[own]) for own in self.parts(numbers)]
         fields: dict[str, Any] = {name: np.stack([one[name] for one in found]) for name in found[0]}
-        return Packing(**fields, row_lengths=self.row_lengths)
+        return Packing(**fields, row_lengths=self.row_lengths, size=len(lengths) // self.minibatches)
 
     def parts(self, column: Shaped[np.ndarray, " B"]) -> list[Shaped[np.ndarray, " b"]]:
-        """The column of each mini-batch."""
-        return [
-            take_minibatch(column, index, count=self.minibatches, group_size=self.group_size)
-            for index in range(self.minibatches)
-        ]
+        cut = {"count": self.minibatches, "group_size": self.group_size}
+        return [take_minibatch(column, index, **cut) for index in range(self.minibatches)]
 
-    def _pack(self, lengths: Int[np.ndarray, " b"], prompts: Int[np.ndarray, " b"]) -> dict[str, np.ndarray]:
-        """The fields of one mini-batch's packing."""
+    def _pack(
+        self, numbers: Int[np.ndarray, " b"], lengths: Int[np.ndarray, " b"], prompts: Int[np.ndarray, " b"]
+    ) -> dict[str, np.ndarray]:
         places = places_per_shard(len(lengths), self.shards)
         least = -(-needed_tokens(lengths, prompts, self.group_size) // self.shards)
         tries = _by_slots(self.row_lengths, least, most=places)
         rows = next(rows for turns in tries if (rows := _Rows(lengths, prompts, self, turns=turns)).fill(places))
         rows.even_out(places)
-        return rows.described(places)
+        found = rows.described(places)
+        responses = found["responses"]
+        return found | {"responses": np.where(responses >= 0, numbers[responses], -1)}
 
     def metrics(
         self, packing: Packing, lengths: Int[np.ndarray, " B"], prompt_lengths: Int[np.ndarray, " B"]
     ) -> dict[str, float]:
-        """How well a batch is packed, by metric name."""
         columns = list(zip(self.parts(lengths), self.parts(prompt_lengths), strict=True))
         needed = sum(needed_tokens(n, s, self.group_size) for n, s in columns)
-        loads = np.array([self.loads(packing, index, n, s) for index, (n, s) in enumerate(columns)])
+        loads = np.array([self.loads(packing, index, lengths, prompt_lengths) for index in range(len(columns))])
         return {
             "packing/microbatches": float(packing.turns.sum() / len(columns)),
             "packing/fill": needed / float(packing.slots.sum() * self.shards),
@@ -139,9 +138,9 @@ class Packer:
         }
 
     def loads(
-        self, packing: Packing, minibatch: int, lengths: Int[np.ndarray, " b"], prompts: Int[np.ndarray, " b"]
+        self, packing: Packing, minibatch: int, lengths: Int[np.ndarray, " B"], prompts: Int[np.ndarray, " B"]
     ) -> Float[np.ndarray, " shards"]:
-        """Work of each shard in a mini-batch, in tokens, over all of its rows."""
+        """Return each shard's work in a mini-batch, in tokens."""
         own, shared = work(lengths, prompts, self.pair_cost)
         places = packing.responses[minibatch]
         shard = np.arange(len(places)) // (len(places) // self.shards)
@@ -153,7 +152,7 @@ class Packer:
 
 
 def needed_tokens(lengths: Int[np.ndarray, " b"], prompts: Int[np.ndarray, " b"], group_size: int) -> int:
-    """Tokens of all responses and, once for each group with a response that has any, of its prompt."""
+    """Return the tokens of all responses, plus one prompt per non-empty group."""
     live = (lengths > 0).reshape(-1, group_size).any(axis=1)
     return int(lengths.sum() + prompts[::group_size][live].sum())
 
@@ -161,16 +160,13 @@ def needed_tokens(lengths: Int[np.ndarray, " b"], prompts: Int[np.ndarray, " b"]
 def work(
     lengths: Int[np.ndarray, "*n"], prompt_lengths: Int[np.ndarray, "*n"], pair_cost: float
 ) -> tuple[Float[np.ndarray, "*n"], Float[np.ndarray, "*n"]]:
-    """Work of each response without its prompt, and of each prompt, in tokens: one per token and per pair its cost."""
+    """Return the work of each response without its prompt, and of each prompt, in tokens."""
     n, s = np.asarray(lengths, np.float64), np.asarray(prompt_lengths, np.float64)
     return n + pair_cost * (s * n + n * (n + 1) / 2), s + pair_cost * s * (s + 1) / 2
 
 
 def _by_slots(row_lengths: tuple[int, ...], least: int, *, most: int) -> Iterator[tuple[int, ...]]:
-    """Micro-batches of each kind with at least `least` token slots a shard in total, the fewest slots first.
-
-    Short rows stand for less than one full row. Full rows alone go up to `most`, which is always enough: a row each.
-    """
+    """Yield counts of each kind with at least `least` token slots per shard, fewest slots first."""
     full, *short = row_lengths
     some = range(SHORT) if short else range(1)
     first = max(0, least // full - 1)
@@ -180,10 +176,7 @@ def _by_slots(row_lengths: tuple[int, ...], least: int, *, most: int) -> Iterato
 
 
 class _Rows:
-    """Rows of all shards and micro-batches of a mini-batch, while they are filled."""
-
     def __init__(self, lengths: np.ndarray, prompts: np.ndarray, packer: Packer, *, turns: tuple[int, ...]):
-        """Empty rows: `turns[kind]` of each kind on each shard."""
         self.lengths, self.prompts, self.groups = lengths, prompts, np.arange(len(lengths)) // packer.group_size
         self.own, self.shared = work(lengths, prompts, packer.pair_cost)
         self.shards, self.turns = packer.shards, turns
@@ -198,10 +191,9 @@ class _Rows:
         self.members = np.zeros((len(self.room), self.groups[-1] + 1), np.int32)
 
     def fill(self, places: int) -> bool:
-        """Put every response into a row and deal the rows to shards; False if no way is found.
+        """Put every response into a row and deal the rows to shards; return False if that fails.
 
-        The longest response comes first. Rows are filled evenly if that works, else tightly; if a shard then gets more
-        than `places` responses, again with so few in each row that it cannot.
+        Longest first, evenly if possible, else tightly; again with fewer per row if a shard gets more than `places`.
         """
         order = [i for i in np.argsort(-self.lengths, kind="stable") if self.lengths[i]]
         few = max(1, places // sum(self.turns))
@@ -209,24 +201,22 @@ class _Rows:
             for most in (places, few):
                 self._clear()
                 if not all(choose(i, most) for i in order):
-                    break  # fewer in each row would fit even less
+                    break
                 self._deal()
                 if self._held().max() <= places:
                     return True
         return False
 
     def _held(self) -> Int[np.ndarray, " shards"]:
-        """Responses of each shard."""
         return np.bincount(self.shard, self.count, self.shards).astype(int)
 
     def _fits(self, i: int, most: int) -> tuple[Bool[np.ndarray, " R"], Int[np.ndarray, " R"], Bool[np.ndarray, " R"]]:
-        """Rows with room for response i among at most `most`, the tokens it adds, and whether its prompt is there."""
         there = self.members[:, self.groups[i]] > 0
         added = self.lengths[i] + np.where(there, 0, self.prompts[i])
         return (self.used + added <= self.room) & (self.count < most), added, there
 
     def _evenly(self, i: int, most: int) -> bool:
-        """Put response i with its group while the row has less than its share of the work, else into the emptiest."""
+        """Put response i with its group while the row is below its share of the work, else into the emptiest row."""
         fits, _, there = self._fits(i, most)
         if not fits.any():
             return False
@@ -237,7 +227,7 @@ class _Rows:
         return True
 
     def _tightly(self, i: int, most: int) -> bool:
-        """Put response i into the row that it leaves the least room in; a prompt that is there counts for it."""
+        """Put response i into the row it leaves fullest, preferring a row that has its prompt."""
         fits, added, _ = self._fits(i, most)
         if not fits.any():
             return False
@@ -246,7 +236,6 @@ class _Rows:
         return True
 
     def _add(self, i: int, row: int, sign: int = 1) -> None:
-        """Put response i into a row, or with sign -1 take it out."""
         group = self.groups[i]
         with_prompt = self.members[row, group] == (0 if sign > 0 else 1)
         self.used[row] += sign * (self.lengths[i] + with_prompt * self.prompts[i])
@@ -256,7 +245,7 @@ class _Rows:
         self.row[i] = row if sign > 0 else -1
 
     def _deal(self) -> None:
-        """Give every shard a row of each micro-batch: rows of like work together, the heaviest to the idlest shard."""
+        """Deal similar rows to shards as a micro-batch, the heaviest to the idlest shard."""
         self.shard, self.turn = np.zeros_like(self.kind), np.zeros_like(self.kind)
         load = np.zeros(self.shards)
         for kind, count in enumerate(self.turns):
@@ -268,10 +257,7 @@ class _Rows:
                 load[idlest] += self.work[part]
 
     def even_out(self, places: int) -> None:
-        """Move and swap responses of the busiest shard until it has the least work possible, or no move helps.
-
-        The least possible is the mean over shards, or the longest response alone.
-        """
+        """Relieve the busiest shard until no move helps."""
         if self.shards == 1:
             return
         least = max(self.work.sum() / self.shards, (self.own + self.shared)[self.lengths > 0].max(initial=0))
@@ -282,16 +268,16 @@ class _Rows:
                 return
 
     def _relieve(self, busiest: int, load: np.ndarray, places: int) -> bool:
-        """Make the best exchange of one response of the busiest shard for one or none of another; False if none helps.
+        """Make the best move or swap of one response of the busiest shard; return False if none helps.
 
-        Candidates are compared as if every response had its prompt to itself; the best is undone if it does not help.
+        Candidates ignore shared prompts, so the best may be undone.
         """
         each, tokens = self.own + self.shared, self.lengths + self.prompts
         here = np.flatnonzero((self.row >= 0) & (self.shard[self.row] == busiest))
         there = np.flatnonzero((self.row >= 0) & (self.shard[self.row] != busiest))
         held = self._held()
         rows = np.flatnonzero(self.shard != busiest)
-        # Candidates: a response `here` moves to a row of another shard, or is swapped with a response `there`.
+        # Move a response `here` to another shard, or swap it with one `there`.
         gain = each[here][:, None]
         to = load[self.shard[rows]][None] + gain
         to = np.where(self.used[rows] + tokens[here][:, None] <= self.room[rows], to, np.inf)
@@ -318,27 +304,24 @@ class _Rows:
         return False
 
     def _exchange(self, moves: list[tuple[int, int, int]]) -> None:
-        """Take responses out of rows and put them into others: (response, from, to)."""
         for response, source, _ in moves:
             self._add(response, source, -1)
         for response, _, target in moves:
             self._add(response, target)
 
     def described(self, places: int) -> dict[str, np.ndarray]:
-        """The fields of `Packing` for these rows, with `places` places on each shard."""
         fields = {name: np.zeros(self.shards * places, np.int32) for name in ("kind", "turn", "prompt", "start")}
         responses = np.full(self.shards * places, -1, np.int32)
-        place_of = np.zeros(len(self.lengths), np.int32)
         held, used = np.zeros(self.shards, np.int64), np.zeros(len(self.room), np.int64)
         before: tuple[int, int] | None = None
         prompt = 0
-        # The responses of a row together, and in it those of a group; empty ones, in no row, go where room is left.
+        # By row, then group. Empty responses, in no row, fill free places.
         for i in np.lexsort((self.groups, np.where(self.row < 0, len(self.room), self.row))):
             row, group = int(self.row[i]), int(self.groups[i])
             shard = int(self.shard[row]) if row >= 0 else int(held.argmin())
             place = shard * places + held[shard]
             held[shard] += 1
-            responses[place], place_of[i] = i, place
+            responses[place] = i
             if row < 0:
                 continue
             if (row, group) != before:
@@ -349,4 +332,4 @@ class _Rows:
             fields["start"][place] = used[row]
             used[row] += self.lengths[i]
         assert held.max() <= places and (used == self.used).all()
-        return {"responses": responses, "places": place_of, **fields, "turns": np.array(self.turns, np.int32)}
+        return {"responses": responses, **fields, "turns": np.array(self.turns, np.int32)}

@@ -1,4 +1,4 @@
-"""The trainer's forward passes over responses: log-probs, entropy, routes and values, current and old."""
+"""The trainer's forward passes over responses, by current and old policies."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,49 +13,43 @@ from jaxtyping import Array, Bool, Float
 from gspo_jax.kernels.backend import compiler_options
 from gspo_jax.kernels.logprobs import token_logprobs
 from gspo_jax.models.critic import Critic
-from gspo_jax.models.moe import Routes, Routing, record
+from gspo_jax.models.moe import Routes, Routing, layers_first, record
 from gspo_jax.models.transformer import Remat, Transformer
-from gspo_jax.parallel.rows import take_rows
 from gspo_jax.routing.replay import Replay, experts_to_replay
-from gspo_jax.training.batches import join_minibatches, take_minibatch
-from gspo_jax.training.layout import Layout, deal, fold_rows
-from gspo_jax.training.packing import Packing
-from gspo_jax.types import OldPolicy, Rollout, RouterRecord, Weights
+from gspo_jax.training.layout import Layout, fold_rows
+from gspo_jax.types import Batch, OldPolicy, Rollout, RouterRecord, Weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """Settings of the trainer's forward passes over responses."""
+    """Settings of the trainer's forward passes."""
 
     temperature: float = 1.0
-    """Sampling temperature, at which log-probs are taken."""
     logprob_chunk: int
-    """Tokens whose logits are in memory at a time."""
+    """Tokens with logits in memory at a time."""
     group_size: int = 1
-    """Adjacent responses to one prompt; the prompt is fed once for all that live on the same batch shard."""
     remat: Remat = "none"
-    """Activations kept for the backward pass; a key of `models.transformer.REMATS`."""
+    """A key of `models.transformer.REMATS`."""
 
 
 @struct.dataclass
 class ModelScores:
-    """A policy's forward pass over responses."""
+    """A policy's forward pass."""
 
     logprobs: Float[Array, "B T"]
-    """log π_θ of each token at the sampling temperature, float32; undefined outside the mask."""
+    """log π_θ at the sampling temperature, float32; undefined outside the mask."""
     entropy: Float[Array, "B T"]
-    """Entropy of the policy's distribution for each token at the sampling temperature, in nats."""
+    """Entropy of each token's distribution at the sampling temperature, in nats."""
     routes: Routes
-    """Routes of the layout's rows, prompts included: [L, R, M, …], L routed layers."""
+    """Routes of the layout's rows, prompts included: [L, R, M, …]."""
     hidden: Float[Array, "r t D"]
-    """Final hidden state that predicts the token of each of the layout's scored positions."""
+    """Final hidden state that predicts each scored position's token."""
 
 
 Fields = dict[str, Any]
-"""Some fields of a record, by name."""
-OldPolicyFn = Callable[[Weights, nnx.State | None, nnx.State | None, Rollout, Packing], OldPolicy]
-"""(policy, critic's parameters, reference's parameters, rollout, packing) -> log-probs, values and routes that the
-updates keep. The reference has the policy's frozen weights, and its own parameters beside them."""
+OldPolicyFn = Callable[[Weights, nnx.State | None, nnx.State | None, Batch], OldPolicy]
+"""(policy, critic's parameters, reference's parameters, packed batch) -> log-probs, values and routes for the updates.
+The reference shares the policy's frozen weights."""
 
 
 def score(
@@ -66,10 +60,7 @@ def score(
     *,
     routing: Routing | None = None,
 ) -> ModelScores:
-    """The policy's scores of the response tokens, from one forward pass; logits are computed a chunk at a time.
-
-    `routing` is in terms of the layout's rows.
-    """
+    """Score response tokens in one forward pass, with logits in chunks; `routing` is in terms of rows."""
     out = layout.forward(weights.model(graph), routing, scoring.remat)
     hidden = layout.predicting(out.hidden)
     logprobs, entropy = token_logprobs(
@@ -86,7 +77,7 @@ def values(
     *,
     policy_hidden: Float[Array, "r t D"],
 ) -> Float[Array, "B T"]:
-    """The critic's value before each response token, from its own trunk or from the policy's hidden states."""
+    """Return the critic's value before each token, from its own trunk or the policy's hidden states."""
     critic, hidden = nnx.merge(graph, params), policy_hidden
     if critic.trunk is not None:
         hidden = layout.predicting(layout.forward(critic.trunk, None, scoring.remat).hidden)
@@ -102,11 +93,10 @@ def make_old_policy(
     reference_graph: nnx.GraphDef[Transformer] | None = None,
     critic: nnx.GraphDef[Critic] | None = None,
 ) -> OldPolicyFn:
-    """A jitted `old_policy(weights, critic_params, reference, rollout, packing)`, called before an iteration's updates.
+    """Build a jitted `old_policy(weights, critic_params, reference, batch)`, called before an iteration's updates.
 
-    log π_old is the sampler's or, with `recompute`, the trainer's; then its routes are recorded too, which follow
-    the sampler's under `replay` "r3". The reference policy, whose graph may be another one, without adapters, always
-    uses its own routes. The compiler removes forward passes whose results are unused.
+    log π_old is the sampler's or, with `recompute`, the trainer's, with routes recorded (the sampler's under `replay`
+    "r3"). The reference may have another graph, without adapters, and always uses its own routes.
     """
 
     def read(
@@ -114,7 +104,7 @@ def make_old_policy(
     ) -> Fields:
         asked = None
         if replay == "r3":
-            asked = Routing(experts_to_replay(replay, jax.tree.map(layout.rows, rollout.routes), None))
+            asked = Routing(experts_to_replay(replay, layers_first(jax.tree.map(layout.rows, rollout.routes)), None))
         scores, found = score(graph, weights, layout, scoring, routing=asked), Fields()
         if reference is not None:
             initial = Weights(reference, weights.frozen)
@@ -130,40 +120,32 @@ def make_old_policy(
                 found["routes"] = RouterRecord(layout.whole(experts, -1), layout.whole(kept, 0))
         return found
 
-    def in_rows(read: Callable[[Rollout, Layout], Fields], rollout: Rollout, packing: Packing) -> Fields:
-        G, count = scoring.group_size, packing.turns.shape[0]
-
-        def minibatch(index: Array) -> Fields:
-            own = deal(take_minibatch(rollout, index, count=count, group_size=G), packing, index)
+    def in_rows(read: Callable[[Rollout, Layout], Fields], batch: Batch) -> Fields:
+        def minibatch(own: Batch) -> Fields:
+            rollout, packing = own.rollout, own.packing
 
             def add(found: Fields, layout: Layout) -> Fields:
-                new = read(own, layout)
+                new = read(rollout, layout)
                 return jax.tree.map(lambda x, old: jnp.where(_aligned(layout.live, x), x, old), new, found)
 
-            shapes = jax.eval_shape(lambda: read(own, Layout.of(own, packing, index, 0, 0)))
+            shapes = jax.eval_shape(lambda: read(rollout, Layout.of(rollout, packing, 0, 0)))
             found = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            found = fold_rows(add, found, own, packing, index, group_size=G)
-            return take_rows(found, packing.places[index])
+            return fold_rows(add, found, rollout, packing, group_size=scoring.group_size)
 
-        return join_minibatches(jax.lax.map(minibatch, jnp.arange(count)), group_size=G)
+        return jax.lax.map(minibatch, batch)
 
     @partial(jax.jit, compiler_options=compiler_options())
     def old_policy(
-        weights: Weights,
-        critic_params: nnx.State | None,
-        reference: nnx.State | None,
-        rollout: Rollout,
-        packing: Packing,
+        weights: Weights, critic_params: nnx.State | None, reference: nnx.State | None, batch: Batch
     ) -> OldPolicy:
         if not (recompute or reference is not None or critic is not None):
-            return OldPolicy(rollout.logprobs)
+            return OldPolicy(batch.rollout.logprobs)
         with_models = partial(read, weights, critic_params, reference)
-        fields: Fields = {"logprobs": rollout.logprobs} | in_rows(with_models, rollout, packing)
+        fields: Fields = {"logprobs": batch.rollout.logprobs} | in_rows(with_models, batch)
         return OldPolicy(**fields)
 
     return old_policy
 
 
 def _aligned(rows: Bool[Array, " B"], x: Array) -> Array:
-    """The mask of rows, broadcastable to x."""
     return rows.reshape(-1, *(1,) * (x.ndim - 1))

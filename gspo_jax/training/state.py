@@ -17,7 +17,7 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.types import Weights
 
 NO_DECAY = "norm", "bias", "router", "embed", "head"
-"""Words in the paths of parameters that can be left out of weight decay."""
+"""Words in parameter paths that can be left out of weight decay."""
 
 
 @struct.dataclass
@@ -25,34 +25,28 @@ class Learner:
     """Trainable parameters with their optimizer state."""
 
     params: nnx.State
-    """Trainable parameters, float32, in the trainer's layout."""
+    """Float32, in the trainer's layout."""
     opt_state: optax.OptState
-    """AdamW's moments, sharded like the parameters."""
 
 
 @struct.dataclass
 class TrainState:
-    """Everything an update changes. Frozen weights are not part of it."""
+    """Everything an update changes, so no frozen weights."""
 
     policy: Learner
-    """The policy's trainable parameters and optimizer state."""
     updates: Int[Array, ""]
-    """Optimizer updates attempted so far, including skipped ones."""
+    """Updates attempted so far, skipped ones included."""
     skipped: Int[Array, ""]
-    """Updates skipped because of a non-finite gradient or loss."""
+    """Because of a non-finite gradient or loss."""
     critic: Learner | None = None
-    """The critic's parameters and optimizer state; None if the objective uses no critic."""
 
     @property
     def params(self) -> nnx.State:
-        """The policy's trainable parameters."""
         return self.policy.params
 
 
 @dataclasses.dataclass(frozen=True)
 class CriticRule:
-    """The static part of a critic: its graph, the shapes of its parameters and its optimizer."""
-
     graph: nnx.GraphDef[Critic]
     shapes: nnx.State
     optimizer: optax.GradientTransformation
@@ -70,10 +64,10 @@ def make_optimizer(
     no_decay: Sequence[str],
     max_grad_norm: float,
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """AdamW with global-norm gradient clipping, and its learning-rate schedule.
+    """Build AdamW with global-norm gradient clipping, and its learning-rate schedule.
 
-    `schedule` is "constant" or "cosine" (to zero at `total_updates`), each after a linear warm-up. Parameters with a
-    word of `no_decay`, some of NO_DECAY, in their path are not decayed.
+    `schedule` is "constant" or "cosine" (to zero at `total_updates`), after a linear warm-up. Parameters with a word of
+    `no_decay` in their path do not decay.
 
     Raises:
       UserError: the schedule or a word is unknown.
@@ -93,7 +87,7 @@ def make_optimizer(
         after = optax.cosine_decay_schedule(learning_rate, max(total_updates - warmup_updates, 1))
     else:
         raise UserError(f"unknown learning-rate schedule {schedule!r}; use constant or cosine")
-    # Updates count from 0; the ramp starts above zero so that the first one learns.
+    # The ramp starts above zero so that the first update learns.
     ramp = optax.linear_schedule(learning_rate / (warmup_updates + 1), learning_rate, warmup_updates)
     rate = optax.join_schedules([ramp, after], [warmup_updates])
     adamw = optax.adamw(rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decays)
@@ -101,12 +95,10 @@ def make_optimizer(
 
 
 def new_learner(params: nnx.State, optimizer: optax.GradientTransformation) -> Learner:
-    """The learner before its first update."""
     return Learner(params, optimizer.init(params))
 
 
 def step(learner: Learner, optimizer: optax.GradientTransformation, gradient: nnx.State) -> Learner:
-    """The learner after one optimizer step."""
     with jax.named_scope("optimizer"):
         changes, opt_state = optimizer.update(gradient, learner.opt_state, learner.params)
         params: Any = optax.apply_updates(learner.params, changes)
@@ -116,16 +108,15 @@ def step(learner: Learner, optimizer: optax.GradientTransformation, gradient: nn
 def new_state(
     weights: Weights, optimizer: optax.GradientTransformation, *, critic: CriticRule | None = None
 ) -> TrainState:
-    """The train state before the first update; `critic.first_params` initialises the critic."""
     critics = None if critic is None else new_learner(first_params(critic.shapes, weights.whole), critic.optimizer)
-    # Two separate zeros: a donated buffer must not appear twice.
+    # Separate zeros: a donated buffer must not appear twice.
     return TrainState(
         new_learner(weights.trainable, optimizer), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), critics
     )
 
 
 def learner_shardings(shapes: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> Learner:
-    """NamedShardings of a Learner: moments are sharded like their parameters, scalars are replicated."""
+    """Return a Learner's NamedShardings: moments like their parameters, scalars replicated."""
     params, alike = mesh_lib.param_shardings(shapes, mesh), jax.tree.structure(shapes)
 
     def moments(node: Any) -> bool:
@@ -142,7 +133,7 @@ def learner_shardings(shapes: nnx.State, optimizer: optax.GradientTransformation
 def state_shardings(
     shapes: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh, *, critic: CriticRule | None = None
 ) -> TrainState:
-    """NamedShardings of a TrainState; `shapes` are those of the trainable parameters."""
+    """Return a TrainState's NamedShardings, for trainable `shapes`."""
     critics = None if critic is None else learner_shardings(critic.shapes, critic.optimizer, mesh)
     everywhere: Any = mesh_lib.replicated(mesh)
     return TrainState(learner_shardings(shapes, optimizer, mesh), everywhere, everywhere, critics)

@@ -1,9 +1,7 @@
-"""Loss terms beside the objective: KL to a reference, entropy bonus, router losses, the critic's loss.
+"""Loss terms added to the objective: KL to a reference, entropy bonus, router losses, the critic's loss.
 
-A term maps a micro-batch, as `Seen`, to its share of the loss and to sums for the metrics. `chosen` selects the terms
-of a run, and `add` adds them to the loss. A term is a mean over the tokens of the mini-batch, however the objective
-weighs them, so that its coefficient means the same for all objectives and lengths; a micro-batch adds its share, so
-that the gradients of micro-batches add up to that of the mini-batch.
+A term maps a micro-batch, as `Seen`, to its share of a mean over the mini-batch's tokens and to sums for the metrics.
+Coefficients thus mean the same for all objectives and lengths.
 """
 
 from collections.abc import Callable
@@ -22,7 +20,7 @@ from gspo_jax.training.layout import Layout
 from gspo_jax.training.metrics import Metrics
 from gspo_jax.training.scoring import ModelScores, Scoring, values
 from gspo_jax.training.state import CriticRule
-from gspo_jax.types import Experience
+from gspo_jax.types import Batch
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -34,44 +32,38 @@ class Penalties:
     kl: float = 0.0
     """β of the KL to the reference policy."""
     kl_estimator: KlEstimator = "k3"
-    """Estimator of that KL; see `objectives.regularizers.kl`."""
+    """See `objectives.regularizers.kl`."""
     entropy: float = 0.0
-    """Coefficient of the entropy bonus; a positive number rewards entropy."""
+    """Coefficient of the entropy bonus; positive rewards entropy."""
     balance: float = 0.0
     """Coefficient of the load-balancing loss E Σ_e f_e p_e, mean over routed layers. f is each expert's share of the
-    old policy's (token, expert) pairs, over the whole mini-batch rather than a micro-batch (arXiv 2501.11873); p is the
-    current router's probability."""
+    old policy's (token, expert) pairs over the mini-batch (arXiv 2501.11873), p the current router's probability."""
     router_z: float = 0.0
-    """Coefficient of the router z-loss, mean over routed layers."""
+    """Coefficient of the router z-loss."""
 
 
 class Seen(NamedTuple):
-    """Input of the loss terms: a micro-batch, scored."""
+    """A scored micro-batch."""
 
-    batch: Experience
-    """The micro-batch."""
+    batch: Batch
     layout: Layout
-    """The rows that compute it."""
     scores: ModelScores
-    """Forward pass of the policy being trained."""
     share: Float[Array, ""]
-    """1 / tokens in the mask of the whole mini-batch."""
+    """1 / tokens in the mini-batch's mask."""
     critic_params: nnx.State | None
-    """The critic's parameters; None without a critic."""
 
     def mean(self, each: Float[Array, "B T"]) -> Float[Array, ""]:
-        """The micro-batch's part of the mean over the mini-batch's tokens; `each` is 0 outside the mask."""
+        """Return the micro-batch's part of the mini-batch mean; `each` is 0 outside the mask."""
         return (self.share * each).sum()
 
 
 Term = Callable[[Seen], tuple[Array | float, Metrics]]
-"""Micro-batch -> (the term's share of the loss, sums that add up over micro-batches)."""
+"""Micro-batch -> (share of the loss, additive sums)."""
 
 
 def chosen(
     penalties: Penalties, objective: Objective, scoring: Scoring, critic: CriticRule | None, *, reference: bool
 ) -> list[Term]:
-    """The loss terms of a run, in the order they are added; `reference` is True if there is a reference policy."""
     terms: list[Term] = []
     if reference:
         terms.append(partial(reference_kl, weight=penalties.kl, estimator=penalties.kl_estimator))
@@ -87,7 +79,7 @@ def chosen(
 
 
 def reference_kl(seen: Seen, *, weight: float, estimator: KlEstimator) -> tuple[Array | float, Metrics]:
-    """β · KL(policy ‖ reference); logged even if `weight` is 0 because the KL is part of the reward."""
+    """β · KL(policy ‖ reference), logged even at `weight` 0, when the KL is part of the reward."""
     reference = seen.batch.old.reference_logprobs
     assert reference is not None
     divergence = kl(seen.scores.logprobs, reference, seen.batch.mask, estimator=estimator)
@@ -100,7 +92,7 @@ def entropy_bonus(seen: Seen, *, weight: float) -> tuple[Array, Metrics]:
 
 
 def router_loss(seen: Seen, *, name: Literal["balance", "z"], weight: float) -> tuple[Array, Metrics]:
-    """Load-balancing loss or router z-loss of the response tokens, mean over routed layers."""
+    """Load-balancing loss or router z-loss, mean over routed layers."""
     each = seen.layout.own(getattr(seen.scores.routes, name).mean(axis=0))
     each = jnp.where(seen.batch.mask, each, 0)
     return weight * seen.mean(each), {name: each.sum()}
@@ -118,7 +110,6 @@ def critic_loss(seen: Seen, *, objective: Objective, scoring: Scoring, critic: C
 
 
 def add(terms: list[Term], seen: Seen, loss: Array, sums: Metrics) -> tuple[Array, dict[str, Any]]:
-    """The loss and the sums with all terms included."""
     for term in terms:
         share, more = term(seen)
         loss, sums = loss + share, sums | more

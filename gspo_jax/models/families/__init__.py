@@ -1,9 +1,6 @@
-"""Model families: one file each, with all that tells its models apart from others'.
+"""Model families: one file each, with all that sets its models apart.
 
-A family's file says how its config.json is read and written, which stacks of equal layers make the model (their
-attention, router, feed-forward and flops), what its tensors are called in a Hugging Face checkpoint, and which shapes
-are published. Modules that several families share are one level up. To add a family, write its file and name it in
-`FAMILIES`.
+To add a family, write its file, with all of `Family`, and name it in `FAMILIES`. Shared modules are one level up.
 """
 
 from collections.abc import Container
@@ -22,32 +19,31 @@ class Family(Protocol):
 
     @property
     def MODEL_TYPES(self) -> tuple[str, ...]:
-        """Values of `model_type` in config.json that are this family."""
+        """Values of `model_type` in config.json."""
         ...
 
     @property
     def PUBLISHED(self) -> dict[str, ModelConfig]:
-        """Shapes of the published models, by name."""
+        """Published shapes by name."""
         ...
 
     def read(self, source: ConfigJson) -> ModelConfig:
-        """Return the model that a config.json describes; raise a UserError for a feature that is not implemented."""
+        """Return the model of a config.json. Raise a UserError for an unimplemented feature."""
         ...
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        """Return the fields of config.json, from which `read` returns the same model."""
+        """Return the fields of config.json: the inverse of `read`."""
         ...
 
     def stacks(self, config: ModelConfig) -> tuple[Stack, ...]:
-        """Return the stacks of layers, first to last."""
+        """Return the stacks, first to last."""
         ...
 
     def rules(self, config: ModelConfig, names: Container[str]) -> dict[str, Rule]:
-        """Return the checkpoint tensors of every parameter, by its path.
+        """Return the checkpoint tensors of every parameter, by path.
 
         Args:
-          config: the model.
-          names: all tensors of the checkpoint to read, which may have more than one layout; empty to write one.
+          names: the checkpoint's tensors, which tell its layout; empty to write.
         """
         ...
 
@@ -56,9 +52,8 @@ FAMILIES: dict[str, Family] = config_lib.FAMILIES
 FAMILIES |= {"olmoe": olmoe, "qwen3": qwen3}
 
 MODEL_TYPES = {model_type: family for family in FAMILIES.values() for model_type in family.MODEL_TYPES}
-"""The family of each `model_type` of Hugging Face."""
 
 
 def of(config: ModelConfig) -> Family:
-    """Return the family of a model."""
+    """Return a model's family."""
     return FAMILIES[config.family]

@@ -1,6 +1,6 @@
 """OLMoE (arXiv 2409.02060): queries and keys normed over their whole projection, every layer routed.
 
-Left out: clipped queries, keys and values (`clip_qkv`).
+Not implemented: `clip_qkv`.
 """
 
 from collections.abc import Container
@@ -12,19 +12,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from gspo_jax.models import flops, tensors
-from gspo_jax.models.attention import Attention
+from gspo_jax.models import tensors
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
 from gspo_jax.models.config_json import SUPPORTED, ConfigJson, common_fields
-from gspo_jax.models.moe import MoE, softmax_router
+from gspo_jax.models.families import qwen3
 
 MODEL_TYPES = ("olmoe",)
 
 
 def read(source: ConfigJson) -> ModelConfig:
-    """Return the model of a config.json; raise a UserError as `ConfigJson`.
+    """Return the model of a config.json. Raise a UserError as `ConfigJson`.
 
-    `intermediate_size` is an expert's width, and heads divide the hidden size.
+    `intermediate_size` is an expert's width. Heads divide the hidden size.
     """
     common = source.common(positions=4096, eps=1e-5, pad=1, eos=50279)
     head_dim = common["hidden_size"] // common["num_heads"]
@@ -55,10 +54,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 
 class ProjectionNorm(nnx.Module):
-    """RMS norm over all heads of a projection together, with a scale [N·h] of its own for every entry.
-
-    The scale has a leading layer axis; `__call__` gets one layer's slice of it.
-    """
+    """RMS norm over all heads of a projection together, with a scale [N·h]."""
 
     def __init__(self, config: ModelConfig, stack: Stack, axis: str, *, rngs: nnx.Rngs):
         heads = config.num_heads if axis == "heads" else config.num_kv_heads
@@ -66,28 +62,15 @@ class ProjectionNorm(nnx.Module):
         self.scale = parameter(rngs, (stack.layers, heads * config.head_dim), ("layers", axis), ones, float32=True)
 
     def __call__(self, x: Float[Array, "B N T h"]) -> Float[Array, "B N T h"]:
-        """Return the normed heads, computed in float32."""
+        """Return the normed heads."""
         _, N, _, h = x.shape
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=(1, 3), keepdims=True) + self.eps)
         return (y * self.scale[...].reshape(1, N, 1, h)).astype(x.dtype)
 
 
-def stacks(config: ModelConfig) -> tuple[Stack, ...]:
-    """Return one stack of all layers."""
-    E, K, width = config.num_experts, config.experts_per_token, config.moe_intermediate_size
-    return (
-        Stack(
-            layers=config.num_layers,
-            attention=partial(Attention, norm=ProjectionNorm),
-            feed_forward=partial(MoE, choose=softmax_router),
-            width=width,
-            experts=E,
-            experts_per_token=K,
-            flops=flops.of_layer(config, active_width=K * width, experts=E),
-        ),
-    )
-
+stacks = partial(qwen3.stacks, norm=ProjectionNorm)
+"""As of a routed Qwen3, but for the norm."""
 
 _NORMS = {
     f"attention.{name}.scale": tensors.Rule(f"model.layers.{{L}}.self_attn.{name}.weight", "L H -> H")
@@ -96,7 +79,7 @@ _NORMS = {
 
 
 def rules(config: ModelConfig, names: Container[str]) -> dict[str, tensors.Rule]:
-    """Return the checkpoint tensors of every parameter; the experts are fused if `names` says so."""
+    """Return the checkpoint tensors of every parameter, by path."""
     return tensors.of_model(config, tensors.ATTENTION | _NORMS | tensors.experts(names))
 
 
@@ -121,4 +104,3 @@ PUBLISHED = {
         pad_token_id=1,
     ),
 }
-"""Shape of its config.json on Hugging Face."""

@@ -1,14 +1,16 @@
-"""Qwen3 and Qwen3-MoE (arXiv 2505.09388): normed heads, and one stack of dense or of routed layers.
+"""Qwen3 and Qwen3-MoE (arXiv 2505.09388): normed heads, and one stack of dense or routed layers.
 
-Left out: layers that mix dense and routed (`decoder_sparse_step`, `mlp_only_layers`) and sliding windows.
+Not implemented: mixed dense and routed layers (`decoder_sparse_step`, `mlp_only_layers`) and sliding windows.
 """
 
 import dataclasses
-from collections.abc import Container
+from collections.abc import Callable, Container
 from functools import partial
 from typing import Any
 
-from gspo_jax.models import flops, tensors
+from flax import nnx
+
+from gspo_jax.models import tensors
 from gspo_jax.models.attention import Attention, HeadNorm
 from gspo_jax.models.config import ModelConfig, Stack
 from gspo_jax.models.config_json import SUPPORTED, ConfigJson, common_fields
@@ -20,9 +22,9 @@ _SUPPORTED = SUPPORTED | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], N
 
 
 def read(source: ConfigJson) -> ModelConfig:
-    """Return the model of a config.json, in the spelling of transformers 4 or 5; raise a UserError as `ConfigJson`.
+    """Return the model of a config.json. Raise a UserError as `ConfigJson`.
 
-    As in transformers, a Qwen3 without head_dim has 128, and a Qwen3-MoE without it divides the hidden size.
+    As in transformers, head_dim defaults to 128 for Qwen3, and to hidden size / heads for Qwen3-MoE.
     """
     source.check(_SUPPORTED)
     common = source.common(positions=32768, eps=1e-6, pad=None, eos=None)
@@ -62,36 +64,29 @@ def write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def stacks(config: ModelConfig) -> tuple[Stack, ...]:
-    """Return one stack of all layers: dense without experts, else each with a router."""
-    L, E, K = config.num_layers, config.num_experts, config.experts_per_token
-    attention = partial(Attention, norm=HeadNorm)
-    if not E:
-        width = config.intermediate_size
-        count = flops.of_layer(config, active_width=width)
-        return (Stack(layers=L, attention=attention, feed_forward=MLP, width=width, flops=count),)
-    width = config.moe_intermediate_size
+def stacks(config: ModelConfig, norm: Callable[..., nnx.Module] = HeadNorm) -> tuple[Stack, ...]:
+    """Return one stack of all layers, dense or routed, with this norm of queries and keys."""
+    routed = config.num_experts > 0
     return (
         Stack(
-            layers=L,
-            attention=attention,
-            feed_forward=partial(MoE, choose=softmax_router),
-            width=width,
-            experts=E,
-            experts_per_token=K,
-            flops=flops.of_layer(config, active_width=K * width, experts=E),
+            layers=config.num_layers,
+            attention=partial(Attention, norm=norm),
+            feed_forward=partial(MoE, choose=softmax_router) if routed else MLP,
+            width=config.moe_intermediate_size if routed else config.intermediate_size,
+            experts=config.num_experts,
+            experts_per_token=config.experts_per_token,
         ),
     )
 
 
 def rules(config: ModelConfig, names: Container[str]) -> dict[str, tensors.Rule]:
-    """Return the checkpoint tensors of every parameter; the experts are fused if `names` says so."""
+    """Return the checkpoint tensors of every parameter, by path."""
     feed_forward = tensors.experts(names) if config.is_routed else tensors.DENSE
     return tensors.of_model(config, tensors.ATTENTION | feed_forward)
 
 
 def _shape(layers: int, hidden: int, heads: tuple[int, int], wide: int, *, tied: bool = False) -> ModelConfig:
-    """A dense model with `heads` of queries and of keys."""
+    """`heads` are of queries and keys."""
     return ModelConfig(
         vocab_size=151936,
         hidden_size=hidden,
@@ -120,4 +115,3 @@ PUBLISHED = {
     "Qwen3-30B-A3B": _with_experts(_shape(48, 2048, (32, 4), 6144), 768),
     "Qwen3-235B-A22B": _with_experts(_shape(94, 4096, (64, 4), 12288), 1536),
 }
-"""Shapes of their config.json on Hugging Face."""

@@ -1,1 +1,1 @@
-"""What runs inside the sandbox. Standard library only: nothing else is there."""
+"""Code that runs inside the sandbox, with only the standard library."""

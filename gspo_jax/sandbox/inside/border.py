@@ -1,9 +1,8 @@
-"""The border between the process of a program and the one that tests it: one end of it in each.
+"""Border between the process of a program and the process of its tests. Each holds one end.
 
-Whatever can change, or has no copy, has a number on both sides, so that two names for one list stay two names for one
-list. A container lives twice; each message brings what has changed in it since the last one, so that a function that
-sorts its argument sorts the test's list, too. A builtin iterator is a container of what is left of it. A container that
-only one side still holds loses its number.
+Mutable and uncopyable values have a number on both sides, which preserves identity. Each side has its own copy of a
+container. Messages carry changes, so a function that sorts its argument also sorts the test's list. A builtin iterator
+is a container of its remaining items.
 """
 
 import array
@@ -22,15 +21,11 @@ from . import values
 
 
 class Container(NamedTuple):
-    """How containers of a type are read and written; by the type's own methods, which subclasses may override."""
+    """Access to a container type by its own methods, which subclasses may override."""
 
     new: Callable[..., Any]
     read: Callable[[Any], list[Any]]
     write: Callable[[Any, list[Any]], Any]
-
-
-def _write_list(value: list[Any], content: list[Any]) -> None:
-    list.__setitem__(value, slice(None), content)
 
 
 def _write_set(value: set[Any], content: list[Any]) -> None:
@@ -43,16 +38,7 @@ def _write_deque(value: deque[Any], content: list[Any]) -> None:
     deque.extend(value, content)
 
 
-def _write_bytearray(value: bytearray, content: list[int]) -> None:
-    bytearray.__setitem__(value, slice(None), bytes(content))
-
-
-def _write_array(value: "array.array[Any]", content: list[Any]) -> None:
-    array.array.__setitem__(value, slice(None), array.array(value.typecode, content))
-
-
 def _advance(value: Any, content: list[int]) -> None:
-    """Read an iterator until as many items are left."""
     (left,) = content
     more = operator.length_hint(value) - left
     if more < 0:
@@ -61,8 +47,15 @@ def _advance(value: Any, content: list[int]) -> None:
         next(value)
 
 
+def _items_of(kind: Any, write: Callable[[Any, list[Any]], Any]) -> Container:
+    return Container(kind.__new__, lambda value: [*kind.__iter__(value)], write)
+
+
+def _sequence_of(kind: Any, copied: Callable[[Any, list[Any]], Any] = lambda _, content: content) -> Container:
+    return _items_of(kind, lambda value, content: kind.__setitem__(value, slice(None), copied(value, content)))
+
+
 def _dict_of(kind: Any) -> Container:
-    """Keys, then values."""
 
     def read(value: Any) -> list[Any]:
         return [*kind.keys(value), *kind.values(value)]
@@ -77,7 +70,7 @@ def _dict_of(kind: Any) -> Container:
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """Return what an object holds, in its dictionary or in slots."""
+    """Return an object's attributes, including slots."""
     found = {}
     for base in type.__dict__["__mro__"].__get__(type(value)):
         for name, slot in type.__dict__["__dict__"].__get__(base).items():
@@ -101,7 +94,7 @@ def _write_object(value: Any, content: list[Any]) -> None:
 
 
 def set_attributes(value: Any, held: Mapping[str, Any]) -> None:
-    """Have an object hold this, whatever its class makes of it."""
+    """Set attributes, bypassing the class's `__setattr__`."""
     if held.keys() & {"__class__", "__dict__"}:
         raise ValueError("an object cannot become one of another class")
     for name, item in held.items():
@@ -109,7 +102,7 @@ def set_attributes(value: Any, held: Mapping[str, Any]) -> None:
 
 
 def restore_error(error: BaseException, args: tuple[Any, ...], held: Mapping[str, Any]) -> BaseException:
-    """Return an exception that holds what another one does, but for what is read-only, and follows from `args`."""
+    """Restore an exception. Read-only attributes follow from `args`."""
     error.args = args
     for name, item in held.items():
         with contextlib.suppress(AttributeError, TypeError):
@@ -119,72 +112,62 @@ def restore_error(error: BaseException, args: tuple[Any, ...], held: Mapping[str
 
 INSTANCE = "instance"
 CONTAINERS: dict[str, tuple[type, Container]] = {
-    "list": (list, Container(list.__new__, lambda value: [*list.__iter__(value)], _write_list)),
-    "set": (set, Container(set.__new__, lambda value: [*set.__iter__(value)], _write_set)),
-    "deque": (deque, Container(deque.__new__, lambda value: [*deque.__iter__(value)], _write_deque)),
-    "bytearray": (
-        bytearray,
-        Container(bytearray.__new__, lambda value: [*bytearray.__iter__(value)], _write_bytearray),
-    ),
+    "list": (list, _sequence_of(list)),
+    "set": (set, _items_of(set, _write_set)),
+    "deque": (deque, _items_of(deque, _write_deque)),
+    "bytearray": (bytearray, _sequence_of(bytearray, lambda _, content: bytes(content))),
     "ordered": (collections.OrderedDict, _dict_of(collections.OrderedDict)),
     "counter": (collections.Counter, _dict_of(dict)),
     "default": (collections.defaultdict, _dict_of(dict)),
     "dict": (dict, _dict_of(dict)),
-    "array": (array.array, Container(array.array.__new__, lambda value: [*array.array.__iter__(value)], _write_array)),
+    "array": (array.array, _sequence_of(array.array, lambda value, content: array.array(value.typecode, content))),
     "namespace": (types.SimpleNamespace, Container(types.SimpleNamespace.__new__, _read_object, _write_object)),
     "iterator": (values.ITERATORS[0], Container(iter, lambda value: [operator.length_hint(value)], _advance)),
     INSTANCE: (object, Container(object.__new__, _read_object, _write_object)),
 }
-"""Kind -> the type and how it is handled, subclasses before their bases."""
+"""Kind -> type and access, subclasses before their bases."""
 KINDS = {kind_type: kind for kind, (kind_type, _) in CONTAINERS.items() if kind_type is not object}
 KINDS |= dict.fromkeys(values.ITERATORS, "iterator")
 
 
 class _Entry:
-    """A value that has a number."""
-
     __slots__ = ("kind", "snapshot", "value")
 
     def __init__(self, value: Any, kind: str) -> None:
         self.value, self.kind = value, kind
         self.snapshot: list[Any] | None = None
-        """What a container held when both sides last agreed."""
+        """Content when both sides last agreed."""
 
 
 class Border:
-    """One end; program.py and mirror.py say what of their own values crosses, and as what."""
+    """One end. program.py and mirror.py define how their own values cross."""
 
     def __init__(self, first: int) -> None:
-        """`first` is the first number that this end gives away; it goes on in steps of two."""
+        """Number values from `first` in steps of two."""
         self._entries: dict[int, _Entry] = {}
         self._numbers: dict[int, int] = {}
         self._next = first
         self._fresh: deque[int] = deque()
         self._headers: dict[int, Any] = {}
-        """What the other side has to know to make a value of which it does not know the number."""
+        """What the other side needs to create new values."""
         self._announced: dict[int, list[Any]] = {}
-        """State of a message that is being read, by number."""
         unheld = _Entry(object(), "")
         self._unheld = sys.getrefcount(unheld.value)
 
-    # What the two sides add.
-
     def describe(self, value: Any) -> Any:
-        """Return the number of a value that does not cross by itself, or what crosses of it.
+        """Return the encoding of a value that does not cross by itself.
 
         Raises:
-          Unsendable: nothing does.
+          Unsendable: it cannot cross.
         """
         raise NotImplementedError
 
     def create(self, number: int, kind: str, header: Any) -> Any:
-        """Return a value of a kind that is no container's, from the header that the other side has made."""
+        """Return a value that is no container, from its header."""
         raise NotImplementedError
 
-    # Sending.
-
     def message(self, value: Any, **rest: Any) -> dict[str, Any]:
-        """Return a message with a value and everything that has changed."""
+        """Return a message with a value and all changes."""
         new_from = self._next
         try:
             body = self.encode(value)
@@ -205,13 +188,13 @@ class Border:
         return {"value": body, "state": state, "drop": [], **rest}
 
     def encode(self, value: Any) -> Any:
-        """Return what crosses of a value."""
+        """Return a value's encoding."""
         if type(value) in values.SCALARS and value == value:
             return value
         number = self._numbers.get(id(value))
         if number is not None:
             return ["@", number]
-        if type(value) is float:  # not a number: a list that holds it equals another one only if it is the same
+        if type(value) is float:  # NaN: lists that hold it are equal only if it is the same object
             return ["constant", "nan"] if value is math.nan else self.share(value, "nan", None)
         found = values.encode(value, self.encode)
         if found is not None:
@@ -220,7 +203,7 @@ class Border:
         return self.describe(value) if kind is None else self.share(value, kind, self.container_header(value, kind))
 
     def container_header(self, value: Any, kind: str) -> dict[str, Any] | None:
-        """Return what a container is besides what it holds."""
+        """Return what a container is apart from its content."""
         if kind == "deque":
             return {"maxlen": value.maxlen}
         if kind == "array":
@@ -232,7 +215,7 @@ class Border:
         return {"factory": self.encode(value.default_factory)} if kind == "default" else None
 
     def share(self, value: Any, kind: str, header: Any) -> Any:
-        """Give a value a number, under which the other side will make its own, and return its reference."""
+        """Number a new value for both sides and return its reference."""
         number = self.keep(self._next, value, kind)
         self._next += 2
         self._headers[number] = header
@@ -240,18 +223,16 @@ class Border:
         return ["@", number]
 
     def keep(self, number: int, value: Any, kind: str) -> int:
-        """Enter a value under a number."""
+        """Register a value under a number."""
         self._entries[number] = _Entry(value, kind)
         self._numbers[id(value)] = number
         return number
 
-    # Receiving.
-
     def accept(self, message: dict[str, Any]) -> Any:
-        """Return the value of a message, after bringing what it says has changed up to date.
+        """Apply a message's changes and return its value.
 
         Raises:
-          ValueError, TypeError, KeyError: it is no message.
+          ValueError, TypeError, KeyError: the message is malformed.
         """
         before = self._announced
         self._announced = {number: rest for number, *rest in message["state"]}
@@ -273,14 +254,14 @@ class Border:
         return found
 
     def decode(self, data: Any) -> Any:
-        """Return the value that `encode` was given on the other side, or what stands for it."""
+        """Return the value that the other side encoded, or its stand-in."""
         if type(data) is not list:
             return data
         kind, content = data
         return self._find(content) if kind == "@" else values.decode(kind, content, self.decode)
 
     def new_container(self, kind: str, header: Any, made: type | None = None) -> Any:
-        """Return an empty container, of the class `made` or of its kind's own type."""
+        """Return an empty container of class `made` (default: its kind's type)."""
         kind_type, container = CONTAINERS[kind]
         if kind == "array":
             return container.new(made or kind_type, header["typecode"])
@@ -307,12 +288,10 @@ class Border:
         self.keep(number, value, kind)
         return value
 
-    # Forgetting.
-
     def sweep(self) -> list[int]:
-        """Forget the containers that nothing else here holds, and return their numbers.
+        """Forget containers that nothing else here holds, and return their numbers.
 
-        Those of the program's own classes stay: the other side has no more than mirrors of them.
+        Instances of the program's classes stay: the other side has only mirrors of them.
         """
         found = []
         for number in list(self._entries):

@@ -1,7 +1,6 @@
-"""Which system calls a program under test may make: a filter for the kernel.
+"""System call filter for programs under test. Linux on x86_64 and aarch64.
 
-It refuses, as not implemented, what only widens what can be attacked, and what holds memory, or hides processor time,
-where nothing counts it. Linux on x86_64 and aarch64.
+It refuses (ENOSYS) calls that only widen the attack surface, or hide memory or processor time from the limits.
 """
 
 import errno
@@ -9,9 +8,9 @@ import platform
 import struct
 
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""Machine -> its name for the kernel, and the column of the tables below with its numbers of calls."""
+"""Machine -> audit id, column below."""
 _LATER = 457
-"""From here on, statmount and listmount first, calls have one number on all machines, and no program needs them."""
+"""First call number equal on all machines. No program needs later calls."""
 _REFUSED = {
     "acct": (163, 89),
     "add_key": (248, 217),
@@ -20,7 +19,7 @@ _REFUSED = {
     "chroot": (161, 51),
     "clock_adjtime": (305, 266),
     "clock_settime": (227, 112),
-    "clone3": (435, 435),  # a filter cannot see its flags; glibc does without it
+    "clone3": (435, 435),  # a filter can't see its flags, and glibc falls back
     "delete_module": (176, 106),
     "fanotify_init": (300, 262),
     "finit_module": (313, 273),
@@ -30,7 +29,7 @@ _REFUSED = {
     "fspick": (433, 433),
     "init_module": (175, 105),
     "inotify_init": (253, None),
-    "inotify_init1": (294, 26),  # what waits to be read is counted nowhere
+    "inotify_init1": (294, 26),  # its queue is counted nowhere
     "io_setup": (206, 0),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
@@ -42,7 +41,7 @@ _REFUSED = {
     "kexec_load": (246, 104),
     "keyctl": (250, 219),
     "landlock_create_ruleset": (444, 444),
-    "memfd_create": (319, 279),  # its memory is no process's, as that of the next few
+    "memfd_create": (319, 279),  # its memory is no process's, like the next few
     "memfd_secret": (447, 447),
     "mount": (165, 40),
     "mount_setattr": (442, 442),
@@ -77,7 +76,7 @@ _REFUSED = {
     "userfaultfd": (323, 282),
     "vmsplice": (278, 75),
 }
-"""System calls that a program under test has no use for, with their numbers by machine."""
+"""Calls that no program needs, with their numbers by machine."""
 _LOOKED_AT = {
     "clone": (56, 220),
     "fcntl": (72, 25),
@@ -89,30 +88,31 @@ _LOOKED_AT = {
     "socket": (41, 198),
     "socketpair": (53, 199),
 }
-"""System calls of which `_of_arguments` says what is refused, with their numbers by machine."""
+"""Calls filtered by argument, with their numbers by machine."""
 
 _ANSWERS = {"allow": 0x7FFF0000, "refuse": 0x00050000 | errno.ENOSYS, "pretend": 0x00050000}
-"""Make the call; answer that it is not implemented; that it was made."""
+"""Make the call, answer "not implemented", or pretend success."""
 _INSTRUCTION = struct.Struct("<HBBI")
-"""As the kernel reads it: code, how far to go if true, if false, value."""
+"""Kernel layout: code, jump if true, jump if false, value."""
 _Instruction = tuple[int, int, str | None, str | None]
-"""Code, value, and the label to go to if true, and if false; None is the next instruction."""
+"""Code, value, label if true, label if false (None: next instruction)."""
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _MASK, _ANSWER = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 
 
 def _argument(number: int) -> _Instruction:
-    """Load the lower half of an argument; the machines of the table are little-endian."""
+    """Load the lower half of an argument (little-endian)."""
     return (_LOAD, 16 + 8 * number, None, None)
 
 
 def _of_arguments() -> dict[str, list[_Instruction]]:
-    """Return what decides about each call of `_LOOKED_AT`.
+    """Return the decision for each call of `_LOOKED_AT`.
 
-    Some are answered as made, and are not, since programs that mean no harm get on without: locks of files, as one on a
-    file of the system would be seen by, and could stop, programs in other sandboxes and outside, while files that can
-    be written are the program's own; sessions, each of which a scheduler may give as much as all of another program;
-    larger buffers of sockets and pipes; handlers of SIGCHLD, since children that end while it is ignored take what they
-    used of the processor with them.
+    Some calls only pretend to succeed, which harmless programs don't notice:
+
+    - locks: one on a system file could block programs outside.
+    - sessions: a scheduler may give each as much time as another program.
+    - larger buffers of sockets and pipes.
+    - SIGCHLD handlers: children that end while it is ignored hide their processor time.
     """
     family: list[_Instruction] = [_argument(0), (_EQUAL, 1, "allow", "refuse")]  # AF_UNIX
     pretend: _Instruction = (_ANSWER, _ANSWERS["pretend"], None, None)
@@ -137,7 +137,7 @@ def _of_arguments() -> dict[str, list[_Instruction]]:
             (_EQUAL, 17, None, "allow"),  # SIGCHLD
             _argument(1),
             (_EQUAL, 0, None, "pretend"),
-            (_LOAD, 16 + 8 + 4, None, None),  # the upper half: a call without a new handler only asks
+            (_LOAD, 16 + 8 + 4, None, None),  # upper half; without a new handler the call only queries
             (_EQUAL, 0, "allow", "pretend"),
         ],
         "setsid": [pretend],
@@ -154,7 +154,6 @@ def _of_arguments() -> dict[str, list[_Instruction]]:
 
 
 def _search(starts: list[tuple[int, str]], program: list[_Instruction], places: dict[str, int]) -> str:
-    """Append what leads from a call's number to the label of the last start at or below it; return its own label."""
     if len(starts) == 1:
         return starts[0][1]
     half, place = len(starts) // 2, len(program)
@@ -167,14 +166,14 @@ def _search(starts: list[tuple[int, str]], program: list[_Instruction], places: 
 
 
 def call_filter() -> bytes:
-    """Return the filter as the kernel reads it, eight bytes for each instruction; b"" for a machine that is unknown."""
+    """Return the filter in the kernel's format, b"" on unknown machines."""
     if platform.machine() not in _MACHINES:
         return b""
     machine, column = _MACHINES[platform.machine()]
     known = dict.fromkeys(_REFUSED, "refuse") | {name: name for name in _LOOKED_AT}
     numbers = {(_REFUSED | _LOOKED_AT)[name][column]: label for name, label in known.items()}
-    # The kernel runs a filter for every number when it is set: a search takes it a tenth of what a list does.
-    labels = [numbers.get(number, "allow") for number in range(_LATER)] + ["refuse"]  # other tables of calls as well
+    # The kernel runs the filter for every number when set, and a list would take ten times as long.
+    labels = [numbers.get(number, "allow") for number in range(_LATER)] + ["refuse"]  # also other call tables
     starts = [(number, label) for number, label in enumerate(labels) if number == 0 or labels[number - 1] != label]
     program: list[_Instruction] = [(_LOAD, 4, None, None), (_EQUAL, machine, None, "refuse"), (_LOAD, 0, None, None)]
     places: dict[str, int] = {}

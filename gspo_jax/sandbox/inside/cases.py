@@ -1,4 +1,4 @@
-"""Test cases that a test defines and leaves to a runner: those of unittest, and functions and classes as for pytest."""
+"""Runner of unittest and pytest-style cases that a test defines but does not run."""
 
 import sys
 import types
@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 _ASYNCHRONOUS = 0x80 | 0x200
-"""Flags of the code of coroutines and asynchronous generators."""
 
 
 class Unrunnable(Exception):
@@ -15,11 +14,11 @@ class Unrunnable(Exception):
 
 
 def run_cases(defined: Iterable[Any]) -> bool:
-    """Run the test cases among what a test has defined, and return whether there are any.
+    """Run the test cases among a test's definitions and return whether there are any.
 
     Raises:
-      BaseException: what a case raises.
-      Unrunnable: a function takes arguments, or is asynchronous: it needs pytest's fixtures or plugins.
+      BaseException: whatever a case raises.
+      Unrunnable: a function needs pytest's fixtures or plugins.
     """
     found = False
     for value in defined:

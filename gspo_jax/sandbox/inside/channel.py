@@ -7,11 +7,10 @@ from typing import Any
 
 _LENGTH = struct.Struct("<I")
 MOST_BYTES = 16 << 20
-"""Bytes of a message; a longer one is not read."""
 
 
 class Channel:
-    """One end of a stream socket that carries messages."""
+    """One end of a stream socket."""
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
@@ -25,7 +24,7 @@ class Channel:
         """Send a message.
 
         Raises:
-          ValueError: it is too long, or nothing that JSON can say.
+          ValueError: it is too long, or not JSON.
           OSError: the other end is closed.
         """
         body = json.dumps(message).encode()
@@ -38,7 +37,7 @@ class Channel:
 
         Raises:
           EOFError: the other end is closed.
-          ValueError: what came is no message, or too long.
+          ValueError: it is malformed or too long.
           RecursionError: it is nested too deeply.
         """
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))

@@ -1,4 +1,4 @@
-"""Which of several sources is the program: the first that compiles, does something and stands by itself."""
+"""Choice of the program among several sources."""
 
 import ast
 import builtins
@@ -11,11 +11,11 @@ _ACTS = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)
 
 
 def choose(sources: Sequence[str]) -> str:
-    """Return the first source that compiles, and is neither the output of a program nor about one.
+    """Return the first source that compiles and is neither a program's output nor about another source.
 
-    Output such as `42`, `[1, 2]` or `YES` compiles, too: expressions that call nothing. A source is about a program if
-    it holds no body of a function, and calls nothing, or what only another source defines: a signature, or an example.
-    If there is no such source, return the first that does something, or the first.
+    Output such as `42` or `YES` compiles too, but calls nothing. A source is about another if it has no function body
+    and calls nothing, or only what another defines. If none qualifies, return the first that does something, else the
+    first.
     """
     if len(sources) == 1:
         return sources[0]

@@ -1,6 +1,6 @@
-"""Whether a program printed what was expected, in time that is linear in what was.
+"""Comparisons of a program's output with the expected text, in time linear in the latter.
 
-Numbers are read as decimals and never as floats, which hold about 16 digits.
+Numbers are read as decimals: floats hold only about 16 digits.
 """
 
 import re
@@ -8,30 +8,30 @@ from collections.abc import Callable
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, InvalidOperation
 
 TOLERANCE = Decimal("1e-6")
-"""Error that `number` allows, absolute or relative to what is expected."""
+"""Absolute or relative error that `number` allows."""
 _NUMBER = re.compile(r"[+-]?(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][+-]?\d++)?", re.ASCII)
 _NO_NUMBERS = {"inf": "inf", "infinity": "inf", "-inf": "-inf", "-infinity": "-inf", "nan": "nan", "-nan": "nan"}
-"""Words of floats that are no numbers, in small letters -> what they mean."""
+"""Spellings of non-finite floats -> meaning."""
 _CONTEXT = Context(prec=50, Emin=MIN_EMIN, Emax=MAX_EMAX, traps=[])
-"""Digits of the error, and exponents without which one would be an exception."""
+"""Precise enough for the error, and never raises."""
 
 
 def exact(expected: str, output: str) -> bool:
-    """Compare whole texts, but for white space at the ends of lines and of the text."""
+    """Compare texts, except white space at the ends of lines and of the text."""
     return _lines(expected) == _lines(output)
 
 
 def token(expected: str, output: str) -> bool:
-    """Compare words, with any white space between them."""
+    """Compare words separated by any white space."""
     wanted = expected.split()
     return wanted == output.split(maxsplit=len(wanted))
 
 
 def number(expected: str, output: str) -> bool:
-    """Compare words, and numbers by their values: `5.`, `+5`, `05` and `0.5e1` are 5.
+    """Compare words, and numbers by value: `5.`, `+5`, `05` and `0.5e1` are 5.
 
-    An integer that is expected is printed exactly, or as a decimal with an absolute error of up to TOLERANCE. A decimal
-    that is expected may have a relative error of it as well. `inf` and `nan` count where they are expected.
+    TOLERANCE is an absolute error for an expected integer, absolute or relative for an expected decimal. `inf` and
+    `nan` count where they are expected.
     """
     wanted = expected.split()
     got = output.split(maxsplit=len(wanted))
@@ -39,9 +39,9 @@ def number(expected: str, output: str) -> bool:
 
 
 def livecodebench(expected: str, output: str) -> bool:
-    """Compare lines, without white space at their ends, as texts, or word by word as decimals of the same value.
+    """Compare stripped lines as texts, or word by word as decimals of equal value.
 
-    This is the rule of https://github.com/LiveCodeBench/LiveCodeBench, in lcb_runner/evaluation/testing_util.py.
+    Rule of https://github.com/LiveCodeBench/LiveCodeBench, lcb_runner/evaluation/testing_util.py.
     """
     wanted = expected.strip().split("\n")
     got = output.strip().split("\n", maxsplit=len(wanted))
@@ -65,12 +65,11 @@ def _lines(text: str) -> list[str]:
 
 
 def _near(wanted: str, got: str) -> bool:
-    """Return whether two different words are numbers that are the same, or near enough."""
     if not (_NUMBER.fullmatch(wanted) and _NUMBER.fullmatch(got)):
         meant = _no_number(wanted)
         return meant != "" and meant == _no_number(got)
     value, found = Decimal(wanted, _CONTEXT), Decimal(got, _CONTEXT)
-    if not (value.is_finite() and found.is_finite()):  # an exponent beyond those of decimals
+    if not (value.is_finite() and found.is_finite()):  # exponent out of range
         return False
     error = _CONTEXT.subtract(found, value).copy_abs()
     if error <= TOLERANCE or wanted.lstrip("+-").isdigit():
@@ -87,5 +86,5 @@ def _same_decimals(wanted: str, got: str) -> bool:
     others = got.split(maxsplit=len(words))
     try:
         return len(words) == len(others) and all(Decimal(a) == Decimal(b) for a, b in zip(words, others, strict=True))
-    except InvalidOperation:  # a word, or an exponent beyond those of decimals
+    except InvalidOperation:  # a word, or exponent out of range
         return False

@@ -1,7 +1,7 @@
-"""Confines a process that will run code nobody trusts: namespaces, limits, no capabilities, a system call filter.
+"""Confinement of a process for untrusted code. Linux only.
 
-Linux only. `enter` is called by the parent of that process, `confine` by the process itself. The namespaces are nested
-in those that bubblewrap made for the judge, which have no network and no file that could be written.
+The parent calls `enter`, the process itself `confine`. The namespaces are nested in the judge's, which have no network
+and no writable file.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from .calls import call_filter
 
 _NOBODY = 65534
 _INSIDE = 1000
-"""User and group of the program, as it sees them."""
+"""User and group that the program sees."""
 
 # From linux/sched.h, linux/mount.h, linux/prctl.h and linux/capability.h.
 _NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x00020000 | 0x08000000 | 0x04000000
@@ -31,35 +31,31 @@ class Limits:
     """Limits of one program."""
 
     wall_s: float
-    """Seconds until it is killed, with all that it started."""
+    """Seconds until the program is killed with everything it started."""
     patience_s: float = 0.0
-    """Seconds beyond these that it may have if it waits for a processor as long."""
+    """Extra seconds for waiting for a processor."""
     final: bool = True
-    """Whether it has failed if these are not enough; else there is no verdict."""
+    """True if exceeding these is a failure. Otherwise there is no verdict."""
     memory_bytes: int = 1 << 30
-    """Address space of a process, and memory of all processes of a program together."""
+    """Address space per process, and memory of all processes together."""
     processes: int = 64
-    """Processes and threads."""
     files: int = 64
-    """Open files of a process."""
+    """Open files per process."""
     disk_bytes: int = 32 << 20
-    """Bytes in its temporary folder, and in a file."""
+    """Bytes in its temporary folder, and per file."""
     output_bytes: int = 8 << 20
-    """Bytes that it may print."""
 
     @property
     def processor_s(self) -> float:
-        """Seconds of processor time, of all processes of a program together."""
+        """Processor seconds of all processes together."""
         return self.wall_s + 1
 
 
 def enter(limits: Limits, stdin: int) -> None:
-    """Move the children that this process will fork into new namespaces, where they see only themselves.
+    """Move the future children of this process into new namespaces, where they see only themselves.
 
-    They have an empty temporary folder and shared memory folder of their own, and a /proc with nothing but the content
-    of the file that will be their standard input, if it is one: what /dev/stdin and /dev/fd/0 lead to. If this process
-    is root's, it first becomes nobody's: what runs in it must never be root outside, and limits of processes do not
-    hold for root.
+    Their temporary folders are empty, and their /proc holds at most standard input's file (for /dev/stdin). A root
+    process first becomes nobody: programs must never be root outside, and process limits do not bind root.
 
     Raises:
       OSError: the kernel refuses.
@@ -70,7 +66,7 @@ def enter(limits: Limits, stdin: int) -> None:
         os.setuid(_NOBODY)
     user, group = os.geteuid(), os.getegid()
     _call("unshare", _NEW_NAMESPACES)
-    _call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)  # or the files below belong to root
+    _call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)  # else root owns the files below
     for name, content in (
         ("setgroups", b"deny"),
         ("uid_map", b"%d %d 1" % (_INSIDE, user)),
@@ -91,7 +87,6 @@ def enter(limits: Limits, stdin: int) -> None:
 
 
 def _copy(descriptor: int, place: str) -> None:
-    """Copy a file from its beginning, without moving its position."""
     os.makedirs(os.path.dirname(place))
     with open(place, "wb") as file:
         copied = 0
@@ -100,7 +95,7 @@ def _copy(descriptor: int, place: str) -> None:
 
 
 def confine(limits: Limits, *, isolated: bool) -> None:
-    """Set this process's limits; if it is `isolated` in namespaces, also drop its capabilities and filter its calls.
+    """Set this process's limits. If `isolated`, also drop its capabilities and filter its calls.
 
     Raises:
       OSError: the kernel refuses.
@@ -111,7 +106,7 @@ def confine(limits: Limits, *, isolated: bool) -> None:
         (resource.RLIMIT_FSIZE, limits.disk_bytes),
         (resource.RLIMIT_NOFILE, limits.files),
         (resource.RLIMIT_CORE, 0),
-        *([(resource.RLIMIT_NPROC, limits.processes)] if isolated else []),  # else it counts all of the user's
+        *([(resource.RLIMIT_NPROC, limits.processes)] if isolated else []),  # else it counts all the user's
     ):
         hard = resource.getrlimit(kind)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -128,13 +123,13 @@ def confine(limits: Limits, *, isolated: bool) -> None:
 
 
 _CALL_FILTER = ctypes.create_string_buffer(call_filter())
-"""Made before any process is forked."""
+"""Built before forking."""
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CALLS = {name: getattr(_LIBC, name) for name in ("capset", "mount", "prctl", "unshare")}
-"""Found before any process is forked, which then need not search."""
-_CALLS["prctl"](_GET_DUMPABLE, 0, 0, 0, 0)  # a first call makes what all later ones use
+"""Looked up before forking."""
+_CALLS["prctl"](_GET_DUMPABLE, 0, 0, 0, 0)  # the first call sets up what later ones use
 
 
 def _call(name: str, *arguments: int | bytes | None) -> None:

@@ -1,9 +1,7 @@
-"""Judges programs: `python -I -S -c "from inside.judge import main; main()"`, as the first process of a sandbox.
+"""Judge of programs: `python -I -S -c "from inside.judge import main; main()"`, the first process of a sandbox.
 
-Reads one JSON request per line and answers each with one line; `Judge.answer` says what they hold. It runs no code of
-programs or tests itself; the processes that do are forked by the spawner and see neither this one nor each other. Only
-the standard library is imported, and the usual modules of it before the spawner is forked, so that a program finds them
-loaded. Linux only.
+Answers each line of JSON with one line (`Judge.answer`). It runs no program or test itself: the spawner forks processes
+that do, which see neither the judge nor each other. Linux only.
 """
 
 import contextlib
@@ -27,40 +25,36 @@ from .spawner import Spawner, SpawnError
 from .world import add_builtins
 
 _SET_CHILD_SUBREAPER = 36
-"""From linux/prctl.h."""
 _LOOK_S = 0.02
-"""Seconds between two looks at what running programs use."""
+"""Seconds between checks of resource use."""
 _OWN = 0.9
-"""Share of its time in which a program ran, or slept, if others are not to blame that it has not ended."""
+"""Share of its time limit after which a program is itself to blame for not ending."""
 _BUFFER_BYTES = 256 << 10
-"""What may wait to be read at a socket, in memory of no process; eleven times as much if datagrams do."""
+"""Bytes a socket can buffer in memory of no process. Datagram sockets hold eleven times that."""
 _WHY_CHARACTERS = 200
-"""Characters of the reason why a program failed."""
 _WRONG = "wrong output"
 _TICKS = os.sysconf("SC_CLK_TCK")
 _MEMORY = (b"\nRssAnon:", b"\nVmSwap:", b"\nVmPTE:")
-"""Lines of /proc/PID/status: KiB that a process shares with no file, and those of its page tables."""
+"""Lines of /proc/PID/status: KiB not backed by files, and of page tables."""
 _USUAL = (
     *("bisect", "cmath", "copy", "fractions", "functools", "heapq", "io", "itertools", "math", "operator"),
     *("queue", "random", "re", "statistics", "string", "typing"),
 )
-"""Modules that are imported before programs are forked."""
 
 
 _TESTED = ("program", "prelude", "tests", "given", "setup", "entry_point")
-"""What of a request its tests are told."""
 
 
 class Broken(RuntimeError):
-    """The test, the checker or the sandbox is at fault, and not the program."""
+    """The test, checker or sandbox is at fault, not the program."""
 
 
 class _Stopped(RuntimeError):
-    """A program was killed; the message says for what."""
+    """A program was killed."""
 
 
 class _Starved(RuntimeError):
-    """A program's time was over, and for most of it other programs had the processor."""
+    """Time ran out while other programs had the processor."""
 
 
 def main() -> None:
@@ -84,7 +78,7 @@ def main() -> None:
 
 
 def prepare() -> None:
-    """Make what every program finds, before any is forked; what is there by then is never collected, nor copied."""
+    """Prepare what programs share, before forking. Frozen, it is never collected nor copied."""
     for name in _USUAL:
         __import__(name)
     add_builtins()
@@ -93,7 +87,7 @@ def prepare() -> None:
 
 
 class Judge:
-    """Runs programs in processes of their own and says what of their tests they pass."""
+    """Runs programs in processes of their own and reports the tests they pass."""
 
     def __init__(self, *, isolated: bool) -> None:
         self._isolated = isolated
@@ -104,18 +98,15 @@ class Judge:
         """Return the reply to a request: `{"passed": [bool, …], "why": text}`, `{"broken": text}`, `{"starved": True}`.
 
         Args:
-          request: `program`, sources of which the first that compiles is judged, `prelude`, a source that is run
-            before it, and `limits`, fields of Limits; and
-            for functions: `tests`, sources that each raise if the program fails; `given`, what the prompt may give,
-            sources of which the first that compiles is run before them; `setup`, a source that is, too; `entry_point`,
-            None or the function that `check` of every test is called with;
-            for whole programs: `inputs` and `expected`, a text each for every test, `compare`, a name of compare.py,
-            or `checker`, the source of `check(input, expected, output)`; `stop`, True to stop at the first failure;
-            to see what a program prints: `inputs` with one text, and no `expected`. The reply is then `{"output",
-            "why"}`.
+          request: `program`, candidate sources (choose.py); `prelude`, run before it; `limits`, fields of Limits; and
+            for functions: `tests`, sources that raise if the program fails; `given`, candidate sources from the
+            prompt, and `setup`, both run before them; `entry_point`, None or the function passed to each `check`;
+            for whole programs: `inputs` and `expected`, one text per test; `compare`, a name of compare.py, or
+            `checker`, source of `check(input, expected, output)`; `stop`, True to stop at the first failure;
+            to run a program only: `inputs` with one text, no `expected`. The reply is then `{"output", "why"}`.
 
         Raises:
-          Broken: no verdict about the program is possible.
+          Broken: no verdict is possible.
         """
         limits = Limits(**request["limits"])
         if "tests" in request:
@@ -134,9 +125,9 @@ class Judge:
         return {"passed": passed + [False] * (len(request["inputs"]) - len(passed)), "why": first}
 
     def _fault(self, request: Mapping[str, Any], text: str, expected: str, output: str, limits: Limits) -> str:
-        """Return why an output is not the right one; "" if it is.
+        """Return why an output is wrong, "" if it is right.
 
-        A checker that breaks on it, and accepts what is expected, is broken by the program.
+        The program is at fault if the checker fails on its output but accepts the expected one.
 
         Raises:
           Broken: the checker is at fault.
@@ -148,13 +139,12 @@ class Judge:
         except Broken:
             if output == expected or not self._accepts(request["checker"], text, expected, expected, limits):
                 raise
-        try:  # once more, since the machine may have been busy
+        try:  # retry: the machine may have been busy
             return "" if self._accepts(request["checker"], text, expected, output, limits) else _WRONG
         except Broken as broken:
             return f"on the program's output, {broken}"[:_WHY_CHARACTERS]
 
     def _accepts(self, checker: str, text: str, expected: str, output: str, limits: Limits) -> bool:
-        """Return the verdict of a checker; raises Broken if it gives none."""
         with self._processes(limits) as running:
             channel = running.start("check_output")
             try:
@@ -187,7 +177,6 @@ class Judge:
         return {"passed": passed + [False] * (len(request["tests"]) - len(passed)), "why": why}
 
     def _run_program(self, request: Mapping[str, Any], text: str, limits: Limits) -> tuple[str, str]:
-        """Return what a program prints, and why it did not end well, if so."""
         try:
             given = text.encode("utf-8", "surrogateescape")
         except UnicodeEncodeError:
@@ -207,7 +196,7 @@ class Judge:
                     _raise_broken(channel)
             except _Stopped as stop:
                 return "", str(stop)
-            except (OSError, ValueError):  # it is too long, or its process has ended
+            except (OSError, ValueError):  # too long, or the process has ended
                 return "", "the program could not be handed over"
             last = said.decode("utf-8", "replace").strip().rpartition("\n")[2]
             return output.decode("utf-8", "surrogateescape"), f"{why}: {last}"[:_WHY_CHARACTERS] if why else ""
@@ -222,8 +211,6 @@ class Judge:
 
 
 class _Processes:
-    """The processes of one test, and what they may still use."""
-
     def __init__(self, spawner: Spawner, limits: Limits, *, isolated: bool, nothing: int) -> None:
         self._spawner, self._limits, self._isolated, self._nothing = spawner, limits, isolated, nothing
         self._most_s = limits.wall_s + limits.patience_s
@@ -233,15 +220,14 @@ class _Processes:
         self._channels: list[Channel] = []
 
     def spawn(self, role: str, *descriptors: int, inherited: Sequence[int] = ()) -> int:
-        """Start a process with `inherited`, or nothing, as 0, 1 and 2, and `descriptors` as 3 …; return its pid."""
+        """Start a process with `inherited` (default: null) as 0, 1, 2 and `descriptors` from 3 on."""
         pid = self._spawner.spawn(role, self._limits, [*(inherited or [self._nothing] * 3), *descriptors])
         self._pids.append(pid)
-        self._begun = self._looked = time.monotonic()  # what it takes to start processes is not the program's
+        self._begun = self._looked = time.monotonic()  # startup does not count
         self._deadline = self._begun + self._limits.wall_s
         return pid
 
     def start(self, role: str, *descriptors: int, inherited: Sequence[int] = ()) -> Channel:
-        """Start a process like `spawn`, with a channel as 3 and `descriptors` as 4 …; return our end of it."""
         ours, theirs = socket.socketpair()
         with theirs:
             self.spawn(role, theirs.fileno(), *descriptors, inherited=inherited)
@@ -250,17 +236,16 @@ class _Processes:
         return self._channels[-1]
 
     def send(self, channel: Channel, message: Any) -> None:
-        """Send a message to a process; raises like Channel.send, and if limits are exceeded."""
         with self._late_is_stopped():
             channel.send(message)
 
     def receive(self, channel: Channel) -> Any:
-        """Return the next message of a process; raises like Channel.receive, and if limits are exceeded."""
+        """Return the next message. Raise if limits are exceeded."""
         while not select.select([channel.socket], [], [], min(_LOOK_S, self._left()))[0]:
             self._check_time()
             self._check_use()
         self._check_use()
-        if time.monotonic() > self._begun + self._most_s:  # there may be a message at every look
+        if time.monotonic() > self._begun + self._most_s:  # messages may arrive faster than checks
             self._check_time()
         with self._late_is_stopped():
             return channel.receive()
@@ -274,7 +259,7 @@ class _Processes:
             self._check_time()
 
     def read(self, stdout: socket.socket, stderr: socket.socket) -> tuple[bytes, bytes]:
-        """Read what a process prints until it ends; raises if limits are exceeded."""
+        """Return all output. Raise if limits are exceeded."""
         end = os.pidfd_open(self._pids[0])
         found = {stdout: bytearray(), stderr: bytearray()}
         for side in found:
@@ -284,7 +269,7 @@ class _Processes:
             while reading and not ended:
                 ready = select.select([*reading, end], [], [], min(_LOOK_S, self._left()))[0]
                 ended = end in ready
-                if ended:  # what it has started ends with it, and what was printed is there
+                if ended:  # its children end with it, and its output is complete
                     self._kill()
                     ready = reading
                 else:
@@ -298,7 +283,6 @@ class _Processes:
         return bytes(found[stdout]), bytes(found[stderr])
 
     def _read(self, side: socket.socket, found: bytearray, *, to_the_end: bool) -> bool:
-        """Append what there is to read; False at its end."""
         while True:
             try:
                 part = side.recv(1 << 16)
@@ -313,7 +297,7 @@ class _Processes:
                 return True
 
     def ended_badly(self) -> str:
-        """Wait for the first process and return how it ended: "" for exit code 0."""
+        """Return how the first process failed, "" for exit code 0."""
         while True:
             pid, status = os.waitpid(self._pids[0], os.WNOHANG)
             if pid:
@@ -326,7 +310,6 @@ class _Processes:
         return "" if code == 0 else f"exit code {code}" if code > 0 else f"signal {-code}"
 
     def end(self) -> None:
-        """Kill all processes of the test, wait for them, and close the channels."""
         self._kill()
         for pid in self._pids:
             os.waitpid(pid, 0)
@@ -336,7 +319,7 @@ class _Processes:
             channel.socket.close()
 
     def _kill(self) -> None:
-        for pid in self._pids:  # not reaped yet, so that no other process can have its number
+        for pid in self._pids:  # not reaped, so its number is not reused
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             if not self._isolated:
@@ -344,7 +327,7 @@ class _Processes:
                     os.killpg(pid, signal.SIGKILL)
 
     def _kill_orphans(self) -> None:
-        """Without namespaces: kill what has left its process group, and become this process's child."""
+        """Without namespaces: kill processes that left their group."""
         while orphans := [pid for pid in _children() if pid != self._spawner.pid]:
             for pid in orphans:
                 os.kill(pid, signal.SIGKILL)
@@ -354,7 +337,7 @@ class _Processes:
         return max(0.0, self._deadline - time.monotonic())
 
     def _check_time(self) -> None:
-        """Raise _Stopped or _Starved if time is up; there is more if the program waited for a processor so far."""
+        """Raise _Stopped or _Starved if time is up, not counting waits for a processor."""
         if self._left():
             return
         limits, processes, passed = self._limits, self._all(), time.monotonic() - self._begun
@@ -368,7 +351,6 @@ class _Processes:
         self._deadline = self._begun + limits.wall_s + min(waited, limits.patience_s)
 
     def _check_use(self) -> None:
-        """Raise _Stopped if the processes have used up what they may use together, if the last look was a while ago."""
         now = time.monotonic()
         if now < self._looked + _LOOK_S:
             return
@@ -380,7 +362,6 @@ class _Processes:
             raise _Stopped(f"more than {limits.memory_bytes >> 20} MiB of memory")
 
     def _all(self) -> list[int]:
-        """All processes of the test; without namespaces, those that were started for it."""
         if not self._isolated:
             return self._pids
         ours = (1, os.getpid(), self._spawner.pid)
@@ -388,13 +369,11 @@ class _Processes:
 
 
 def _raise_broken(channel: Channel) -> None:
-    """Raise Broken if a process that has ended said through its channel that the program is not at fault."""
     with contextlib.suppress(EOFError, OSError):
         raise Broken(channel.receive()["broken"])
 
 
 def _file_of(content: bytes) -> BinaryIO:
-    """Return a file that holds this, open at its beginning and not to be written to."""
     with os.fdopen(os.memfd_create("input"), "wb") as file:
         file.write(content)
         file.flush()
@@ -407,26 +386,24 @@ def _children() -> list[int]:
 
 
 def _memory_bytes(pid: int) -> int:
-    """Return the memory of a process that it shares with no file, in swap space, too, and of its page tables."""
     status = _read(f"/proc/{pid}/status")
     return 1024 * sum(int(status.partition(name)[2].split(None, 1)[0]) for name in _MEMORY if name in status)
 
 
 def _buffer_bytes() -> int:
-    """Return what may wait at the sockets of this sandbox, those included that wait to be accepted."""
     rows = [line.split() for line in _read("/proc/self/net/unix").splitlines()[1:]]
-    # A program may give its sockets names with line breaks in them.
+    # Socket names may contain line breaks.
     return _BUFFER_BYTES * sum(11 if row[4] == b"0002" else 1 for row in rows if len(row) > 4)
 
 
 def _processor_s(pid: int) -> float:
-    """Return the processor time of a process and of its children that have ended; 0 if it is gone."""
+    """Return processor seconds, including ended children."""
     fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     return sum(map(int, fields[11:15])) / _TICKS
 
 
 def _waited_s(pid: int) -> float:
-    """Return the time for which the threads of a process could have run, and had no processor; 0 if it is gone."""
+    """Return the seconds that threads were runnable without a processor."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -436,9 +413,8 @@ def _waited_s(pid: int) -> float:
 
 
 def _read(place: str) -> bytes:
-    """Return the content of a file of /proc; b"" if its process is gone."""
     try:
-        file = os.open(place, os.O_RDONLY)  # half the time of `open`
+        file = os.open(place, os.O_RDONLY)  # twice as fast as `open`
     except OSError:
         return b""
     found = bytearray()

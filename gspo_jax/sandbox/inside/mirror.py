@@ -18,11 +18,10 @@ from .values import Unsendable
 from .world import fingerprint, shared_source
 
 _SEEN = {"builtins": ("print", "input", "open"), "time": ("time", "sleep"), "random": ("random", "randint")}
-"""Functions that a test may put its own in the place of, which the program would not see."""
+"""Functions that a test may replace, unseen by the program."""
 _READ_THERE = ("iterator", "stream")
-"""Kinds of values of the tests that a program may read in a way that only its own process can tell."""
+"""Kinds of test values that a program may read in ways only its own process sees."""
 _WAIT_S = 1.0
-"""Seconds for which a thread of a test waits for another one that has asked the program."""
 
 
 class BrokenTest(BaseException):
@@ -30,32 +29,27 @@ class BrokenTest(BaseException):
 
 
 class Program(Border):
-    """The program, at its tests' end of the border."""
+    """The tests' end of the border."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(first=2)
         self._channel = channel
         self.names: frozenset[str] = frozenset()
-        """Names that it defines."""
         self.asked = 0
-        """How often the tests have asked it for something."""
+        """Number of requests to the program."""
         self.tests: list[str] = []
-        """Sources of the tests so far, whose classes the program may have to see."""
         self.named: set[type] = set()
-        """Mirrors of classes that the tests have asked for by name."""
+        """Mirrors of classes that the tests named."""
         self.told: set[int] = set()
-        """Numbers of mirrors that came of calculating with plain data of the tests."""
+        """Numbers of mirrors computed from the tests' plain data."""
         self.broken = ""
-        """Why the test can't be judged; it may have caught the exception that said so."""
+        """Why the test can't be judged. A test may catch the exception."""
         self._raised: list[BaseException] = []
         self.globals: Mapping[str, Any] = {}
-        """Global names of the tests."""
         self.settled: set[str] = set()
-        """Global names of the tests that the program need not see."""
         self.unseen = ""
-        """What a test has done that the program does not see."""
+        """What a test did that the program does not see."""
         self.talking = False
-        """Whether an answer of the program is being waited for or read."""
         self._own: dict[type, int] = {}
         self._reading = 0
         self._lock = threading.RLock()
@@ -64,15 +58,15 @@ class Program(Border):
         self._stdin, self._streams = sys.stdin, (sys.stdout, sys.stderr)
 
     def do(self, operation: str, *asked: Any) -> Any:
-        """Return what the program answers; threads of a test ask one after the other.
+        """Return the program's answer. Threads of a test take turns.
 
         Raises:
-          BrokenTest: what is asked cannot cross.
-          BaseException: what the program raises.
+          BrokenTest: the request cannot cross.
+          BaseException: whatever the program raises.
         """
         if not self._lock.acquire(timeout=_WAIT_S):
             self.broken = self.broken or "a test calls the program while another call waits"
-            self._channel.socket.shutdown(socket.SHUT_RDWR)  # the other thread need not wait any longer
+            self._channel.socket.shutdown(socket.SHUT_RDWR)  # wakes the other thread
             self.cannot(self.broken)
         try:
             self._check_world()
@@ -94,11 +88,10 @@ class Program(Border):
         raise found
 
     def has_raised(self, error: BaseException) -> bool:
-        """Return whether an exception is the program's."""
+        """Return True if the program raised this."""
         return any(error is raised for raised in self._raised)
 
     def _ask(self, operation: str, asked: tuple[Any, ...]) -> tuple[Any, bool]:
-        """Return what the program answers, and whether it raises that."""
         try:
             message = self.message(asked, do=operation) if not self._reading else self._bare(asked, operation)
         except (Unsendable, RecursionError) as error:
@@ -108,18 +101,18 @@ class Program(Border):
             message["drop"] = self.sweep()
         try:
             self._channel.send(message)
-        except ValueError as error:  # it is too long
+        except ValueError as error:  # too long
             self.cannot(str(error))
         while "next" in (answer := self._channel.receive()):
             self._channel.send(self._next_of(self._read(answer)))
         for stream, own, text in zip((sys.stdout, sys.stderr), self._streams, answer.get("printed", ()), strict=False):
-            if text and stream is not own:  # a test looks at what is printed
+            if text and stream is not own:
                 stream.write(str(text))
         if "broken" in answer:
             why = str(answer["broken"])
             if any(entry.kind in _READ_THERE and number % 2 == 0 for number, entry in self._entries.items()):
                 self.cannot(why)
-            return RuntimeError(why), True  # the program's process may say so of any test
+            return RuntimeError(why), True  # any program may claim this
         return self._read(answer), bool(answer.get("raised"))
 
     def _read(self, message: dict[str, Any]) -> Any:
@@ -130,7 +123,6 @@ class Program(Border):
             self._reading -= 1
 
     def _next_of(self, number: int) -> dict[str, Any]:
-        """Return the message with the next item of an iterator that a test has handed over, or with nothing."""
         entry = self._entries[number]
         if entry.kind != "stream":
             raise ValueError(f"number {number} is no iterator of the tests")
@@ -147,12 +139,12 @@ class Program(Border):
             self.talking = True
 
     def cannot(self, why: str) -> NoReturn:
-        """Raise BrokenTest, and remember that the test can't be judged."""
+        """Raise BrokenTest and remember why the test can't be judged."""
         self.broken = self.broken or why
         raise BrokenTest(why)
 
     def name(self, name: str) -> Any:
-        """Return the value of a global name of the program."""
+        """Return a global of the program."""
         found = self.do("name", name)
         if isinstance(found, MirrorType):
             if type.__getattribute__(found, HEADER)["meta"]:
@@ -161,12 +153,11 @@ class Program(Border):
         return found
 
     def pair(self, kind: type) -> None:
-        """Let instances of a class that the prompt gives cross, if the program has that class, unchanged."""
+        """Let instances of a class from the prompt cross if the program has the class unchanged."""
         if kind.__name__ in self.names and self.do("same", kind.__name__, fingerprint(kind)):
             self.do("pair", [kind])
 
     def _bare(self, asked: tuple[Any, ...], operation: str) -> dict[str, Any]:
-        """Return a message without what has changed: containers are being filled."""
         return {"value": self.encode(asked), "state": [], "drop": [], "do": operation}
 
     def _check_world(self) -> None:
@@ -180,10 +171,9 @@ class Program(Border):
             self.cannot(f"a test {self.unseen}, which the program does not see")
 
     def _look_for_replaced_names(self) -> None:
-        """See whether a test has given a global name of the program another value, which it would not see.
+        """Find globals of the program that a test has rebound, unseen by the program.
 
-        That matters if the program's functions use the name, and it is no import of both. A class of the tests stands
-        for the program's.
+        It matters only if the program's functions use the name and not both import it.
         """
         new = (self.names & self.globals.keys()) - self.settled
         if new:
@@ -193,8 +183,6 @@ class Program(Border):
             used = self.do("shared", sorted(new - classes), sorted(imports & new))
             if used:
                 self.unseen = self.unseen or f"replaces {used[0]}"
-
-    # What crosses of the tests' own values.
 
     def describe(self, value: Any) -> Any:
         kind = type(value)
@@ -211,7 +199,7 @@ class Program(Border):
         raise Unsendable(f"a test hands over a {kind.__name__}, which cannot cross to the program")
 
     def _own_error(self, value: BaseException, kind: type) -> Any:
-        """Describe an exception of the standard library's; that of an assertion is not the program's to catch."""
+        """Describe a standard library exception. Assertions never cross."""
         if kind.__module__ not in sys.stdlib_module_names:
             raise Unsendable(f"a test hands over a {kind.__name__}, which cannot cross to the program")
         held = self.encode(attributes(value))
@@ -244,7 +232,6 @@ class Program(Border):
         return ["@", self._own[kind]]
 
     def _stands_alone(self, source: str) -> bool:
-        """Return whether the program can make a class from its source."""
         try:
             exec(compile(source, "tests.py", "exec"), {})
         except NameError as error:
@@ -252,8 +239,6 @@ class Program(Border):
         except Exception:
             return False
         return source != ""
-
-    # What stands for the program's values.
 
     def create(self, number: int, kind: str, header: Any) -> Any:
         if kind == "class":
@@ -292,14 +277,13 @@ class Program(Border):
         return object.__new__(of)
 
     def _error(self, header: Mapping[str, Any]) -> BaseException:
-        """Return an exception of the tests' own, the interpreter's or the standard library's."""
         own = self.decode(header["class"]) if "class" in header else None
         if own is not None and own not in self._own:
             raise ValueError("an exception of no class of the tests'")
         kind, args = own or _error_class([header["known"]]) or Exception, self.decode(header["args"])
         error = kind.__new__(kind, *args)
         if own is None:
-            with contextlib.suppress(Exception):  # it may take other arguments than it keeps
+            with contextlib.suppress(Exception):  # constructors may take other arguments
                 error = kind(*args)
         restore_error(error, args, self.decode(header["held"]))
         error.__cause__, error.__context__ = self.decode(header["cause"]), self.decode(header["context"])
@@ -320,9 +304,9 @@ class Program(Border):
 
 
 def _error_class(paths: list[Any]) -> type[BaseException] | None:
-    """Return the first exception class of (module, name)s that the tests have; nothing is imported for it.
+    """Return the first exception class of (module, name) pairs that is already loaded.
 
-    Those of unittest are left out: a runner takes them for a case that is skipped or over, and not for one that fails.
+    Skip unittest's: a runner would not count them as failures.
     """
     for module, name in paths:
         package = str(module).partition(".")[0]

@@ -1,4 +1,4 @@
-"""The process of a program whose functions are tested: runs it, then does with it what its tests ask."""
+"""Process of a program: runs it, then does what its tests ask."""
 
 import collections
 import contextlib
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import asyncio
 
 _MOST_PRINTED = 1 << 20
-"""Bytes that one call may print for its test to see; the rest is lost."""
+"""Most bytes that one call may print for its test."""
 _SLICE_S = 0.005
-"""Seconds that coroutines run before the tests' event loop has its turn."""
+"""Seconds that coroutines run before the tests' event loop gets a turn."""
 DATA: dict[type, Callable[[Any], Any]] = {
     int: int.__pos__,
     float: float.__pos__,
@@ -34,11 +34,11 @@ DATA: dict[type, Callable[[Any], Any]] = {
     tuple: lambda value: tuple(tuple.__iter__(value)),
     frozenset: lambda value: frozenset(frozenset.__iter__(value)),
 }
-"""Types that cannot change -> the plain value of an instance of a subclass."""
+"""Immutable types -> plain value of a subclass's instance."""
 
 
 class Served(Border):
-    """The program, at its own end of the border."""
+    """The program's own end of the border."""
 
     def __init__(self, channel: Channel, sources: list[str], prelude: str) -> None:
         super().__init__(first=1)
@@ -46,9 +46,8 @@ class Served(Border):
         self._source = ""
         self.names = new_module("program")
         self._theirs: dict[type, int] = {}
-        """Classes of the program that stand for classes of the tests, with their numbers."""
+        """Classes of the program that stand for the tests', and their numbers."""
         self._classes: dict[type, Any] = {}
-        """References of classes that objects of the program have."""
         self._printed = [_Printed(1), _Printed(2)]
         sys.stdout, sys.stderr = (
             io.TextIOWrapper(cast(Any, stream), encoding="utf-8", errors="surrogateescape", write_through=True)
@@ -57,7 +56,7 @@ class Served(Border):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._operations: dict[str, Callable[..., Any]] = {
             "load": self._load,
-            "pair": lambda classes: None,  # they were made when the message was read
+            "pair": lambda classes: None,  # made when the message was read
             "name": self.names.__getitem__,
             "call": lambda function, args, kwargs: function(*args, **dict(kwargs)),
             "attribute": getattr,
@@ -101,7 +100,7 @@ class Served(Border):
             answer = self._answer(request)
             try:
                 self._channel.send(answer)
-            except ValueError as error:  # it is too long
+            except ValueError as error:  # too long
                 self.forget(number for number, *_ in answer["state"])
                 self._channel.send(self.message(RuntimeError(str(error)), raised=True))
 
@@ -111,7 +110,7 @@ class Served(Border):
         except Unsendable as error:
             return self.message(None, broken=str(error))
         try:
-            # Nothing may be left of what was asked and found, or it would be taken for what the program holds.
+            # Keep no references to arguments or results: `sweep` would count them as the program's.
             answer = self.message(self._operations[request["do"]](*asked))
         except Unsendable as error:
             answer = self.message(None, broken=str(error))
@@ -130,7 +129,7 @@ class Served(Border):
             return self.message(RuntimeError(describe(error)), raised=True)
 
     def _load(self, world: str) -> list[str]:
-        with contextlib.suppress(Exception):  # what it lacks, the set-up itself will say
+        with contextlib.suppress(Exception):  # the set-up will report what it lacks
             exec(world, self.names)
         try:
             exec(self._prelude, self.names)
@@ -142,11 +141,8 @@ class Served(Border):
         return [name for name in self.names if not name.startswith("__") and name not in modules]
 
     def _shared(self, names: list[str], imports: list[str]) -> list[str]:
-        """Return which of these names the program's functions use, but for `imports` that it imports, too."""
         used = scopes.shared(self._source) - scopes.imported(self._source).intersection(imports)
         return [name for name in names if name in used]
-
-    # What crosses of the program's own values.
 
     def describe(self, value: Any) -> Any:
         kind = type(value)
@@ -171,7 +167,7 @@ class Served(Border):
         return self.share(value, "object", header)
 
     def _class_of(self, kind: type) -> Any:
-        """Return the reference of the class of an object, also of one that would cross by itself, such as `map`."""
+        """Return the reference of an object's class, even one that crosses by itself (`map`)."""
         if kind not in self._classes or self._classes[kind][1] not in self._entries:
             self._classes[kind] = self.share(kind, "class", self._class_header(kind))
             if values.encode(kind, self.encode) is not None:
@@ -179,7 +175,6 @@ class Served(Border):
         return self._classes[kind]
 
     def _instance(self, value: Any, of: Any) -> Any:
-        """Return the reference of an instance of a class that the tests have, too."""
         if isinstance(value, enum.Enum):
             return self.share(value, "member", {"class": of, "name": value.name})
         if isinstance(value, tuple):
@@ -203,7 +198,6 @@ class Served(Border):
         return self.share(value, "error", content)
 
     def _class_header(self, value: type) -> dict[str, Any]:
-        """Return what the tests see of a class: its name, its bases, and which operators it has."""
         mro = value.__mro__
         errors = [_path(base) for base in mro if issubclass(base, BaseException) and not _is_own(base)]
         data = next((base for base in mro if base in DATA or base in KINDS), None)
@@ -222,8 +216,6 @@ class Served(Border):
             "meta": type in mro,
             "dataclass": "__dataclass_fields__" in vars(value),
         }
-
-    # What stands for the tests' values.
 
     def create(self, number: int, kind: str, header: Any) -> Any:
         if kind == "class":
@@ -249,7 +241,7 @@ class Served(Border):
         return restore_error(kind.__new__(kind, *args), args, self.decode(header["held"]))
 
     def _stream(self, number: int) -> Iterator[Any]:
-        """Yield the items of an iterator of the tests, which may ask for something before they hand one over."""
+        """Yield the items of a test's iterator, which may ask the program in between."""
         while True:
             self._channel.send(self.message(number, next=True))
             while "do" in (reply := self._channel.receive()):
@@ -261,7 +253,7 @@ class Served(Border):
                 raise Unsendable("a generator of a test, to which values are sent, cannot cross to the program")
 
     def _their_class(self, header: Mapping[str, Any]) -> type:
-        """Return the program's class of that name, or a class with the same source, or one that only holds data."""
+        """Return the program's class of that name, else one made from the source or fields."""
         name = header["name"]
         if not isinstance(self.names.get(name), type) and header["source"]:
             with contextlib.suppress(Exception):
@@ -273,10 +265,8 @@ class Served(Border):
             return collections.namedtuple(name, header["fields"])
         raise Unsendable(f"a test hands over a {name}, a class that the program does not have")
 
-    # Coroutines.
-
     def _start(self, awaitable: Any) -> "asyncio.Task[Any]":
-        import asyncio  # takes a tenth of a second, which few programs need
+        import asyncio  # takes a tenth of a second
 
         async def awaited() -> Any:
             return await awaitable
@@ -295,8 +285,6 @@ class Served(Border):
 
 
 class _Printed(io.RawIOBase):
-    """What a program prints, until its tests are told."""
-
     def __init__(self, number: int) -> None:
         super().__init__()
         self._number, self._text = number, bytearray()
@@ -312,14 +300,14 @@ class _Printed(io.RawIOBase):
         return len(text)
 
     def taken(self) -> str:
-        """Return what was printed since the last time."""
+        """Return the output since the last call."""
         text = self._text.decode("utf-8", "surrogateescape")
         self._text.clear()
         return text
 
 
 def _structure(value: Any) -> dict[str, Any]:
-    """Return what decides whether two objects are equal: the fields of a dataclass, or all that an object holds."""
+    """Return what decides equality: a dataclass's compared fields, or all attributes."""
     held, fields = attributes(value), getattr(type(value), "__dataclass_fields__", None)
     if fields is None:
         return dict(held)
@@ -327,7 +315,6 @@ def _structure(value: Any) -> dict[str, Any]:
 
 
 def _fields(kind: type) -> list[Any]:
-    """Return what is known of the fields of a dataclass."""
     import dataclasses
 
     missing = dataclasses.MISSING
@@ -342,7 +329,6 @@ def _fields(kind: type) -> list[Any]:
 
 
 def _is_own(kind: type) -> bool:
-    """Return whether a class is none of the interpreter's or the standard library's."""
     return str(kind.__module__).partition(".")[0] not in sys.stdlib_module_names
 
 
@@ -351,7 +337,7 @@ def _path(kind: type) -> list[str]:
 
 
 def answer_calls() -> None:
-    """Run a program, then do with its functions and objects what the tests ask through descriptor 3."""
+    """Run a program, then serve its tests at descriptor 3."""
     channel = Channel.of(3)
     job = channel.receive()
     sys.set_int_max_str_digits(0)

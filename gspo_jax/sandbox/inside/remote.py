@@ -1,9 +1,8 @@
-"""Mirrors of the program's classes and objects: what tests handle in place of them; none of their code runs here.
+"""Mirrors: what tests handle in place of the program's classes and objects. No code of the program runs here.
 
-A mirror has the operators of what it stands for, and asks the program for each of them. What decides a verdict is not
-asked: whether an object of the program equals, exceeds or contains plain data is for the tests to say, which know only
-the data; whether two objects of the program are equal is decided by what they hold. A question of this kind that only
-the program could answer leaves the test without a verdict (`Program.cannot`).
+A mirror asks the program to compute its operators, except those that decide a verdict. The tests decide whether an
+object equals, exceeds or contains plain data. Two objects of the program are equal by content. A comparison that only
+the program could decide leaves the test without a verdict (`Program.cannot`).
 """
 
 import builtins
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from .mirror import Program
 
 NUMBER, PROGRAM, HEADER = "(number)", "(program)", "(header)"
-"""Names under which mirrors keep what they are; no attribute of a program can be called so."""
+"""Names of mirrors' state, which are not valid attribute names."""
 _ARITHMETIC = frozenset(
     f"__{reflected}{name}__"
     for reflected in ("", "r", "i")
@@ -42,18 +41,17 @@ _READS: dict[str, Callable[[Any], Any] | None] = {
         )
     ),
 }
-"""Operators that a mirror asks the program for -> the plain type that the answer has to have, if any."""
+"""Operators computed by the program -> required type of the answer."""
 _ORDERS = ("__lt__", "__le__", "__gt__", "__ge__")
 _PLAIN_OPERATORS = ("__eq__", "__ne__", "__hash__", *_ORDERS, "__contains__")
-"""Operators of builtin types, which their subclasses' mirrors keep: they compare what crossed."""
+"""Operators that mirrors of builtin subclasses keep."""
 _OF_A_RAISE = ("__traceback__", "__context__", "__cause__", "__suppress_context__", "__notes__")
 _REAL = frozenset({*SCALARS, complex, bytes, tuple, frozenset, *KINDS})
-"""Types from which a mirror's class derives itself."""
+"""Types that mirrors themselves derive from."""
 _isinstance, _issubclass = isinstance, issubclass
 
 
 def _of_the_class(name: str) -> property:
-    """Return the property of a mirror's class that asks the program; Remote itself is nothing that it knows."""
     own = type.__dict__[name]
 
     def find(cls: type) -> Any:
@@ -105,7 +103,7 @@ class MirrorType(type):
 
 
 class Remote(metaclass=MirrorType):
-    """An object of the program. It equals another one if they are the same, or of a class that says what is equal."""
+    """An object of the program. Equality with others depends on its class's `__eq__`."""
 
     def __getattr__(self, name: str) -> Any:
         return _program(self).do("attribute", self, name)
@@ -148,7 +146,7 @@ class Remote(metaclass=MirrorType):
             return self is other
         program = _program(self)
         if not isinstance(other, Remote):
-            if _header(self)["library"]:  # the standard library says what is equal, and it might be what it is not here
+            if _header(self)["library"]:  # the library decides equality, perhaps unlike here
                 if not _crosses(program, other) or program.do("equal", self, other)[0]:
                     _no(self)
             elif _undecided(self) and _crosses(program, other) and program.do("equal", self, other)[0]:
@@ -162,7 +160,7 @@ class Remote(metaclass=MirrorType):
 
 
 def members(program: "Program", header: Mapping[str, Any], data: type | None) -> dict[str, Any]:
-    """Return what the mirror of a class has; `data` is the builtin type that the class derives from, if any."""
+    """Return a mirror's members. `data` is its builtin base, if any."""
     found: dict[str, Any] = {name: _Attribute(name) for name in ("__doc__", "__annotations__")}
     if header["dataclass"]:
         found["__dataclass_fields__"] = _Fields()
@@ -190,7 +188,7 @@ def members(program: "Program", header: Mapping[str, Any], data: type | None) ->
 
 
 class _Attribute:
-    """An attribute that is looked for in a mirror's class, and is the program's."""
+    """Attribute that the program owns."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -204,10 +202,8 @@ class _Attribute:
 
 
 class _Fields:
-    """The fields of a dataclass, as the functions of `dataclasses` look for them."""
-
     def __get__(self, mirror: Any, kind: type) -> dict[str, Any]:
-        import dataclasses  # takes long, and a test that looks for it has it
+        import dataclasses  # slow; such tests have imported it
 
         found = {}
         for name, of, default, factory, shown, flags in _class_program(kind).do("fields", kind):
@@ -220,10 +216,10 @@ class _Fields:
 
 
 def _asked(name: str, read: Callable[[Any], Any] | None) -> Callable[..., Any]:
-    """Return the method of an operator that asks the program.
+    """Return an operator's method that asks the program.
 
-    It is told what an object is calculated with, which may be what the test expects, as in `abs(f(1) - 0.5) < 1e-6`.
-    Plain data that comes of this decides nothing, unless the test knows the object's class.
+    The program learns the other operand, perhaps the expected value, as in `abs(f(1) - 0.5) < 1e-6`. Plain data
+    computed from it decides nothing unless the test names the object's class.
     """
 
     def method(self: Any, *args: Any) -> Any:
@@ -252,7 +248,7 @@ def _exit(self: Any, kind: Any, error: Any, traceback: Any) -> Any:
 
 
 def _equal_as(data: Any) -> Callable[[Any, Any], Any]:
-    """Return the `==` of a builtin type, for a subclass that has one of its own, which may find two of it equal."""
+    """Return the builtin `==` for a subclass with its own `__eq__`."""
 
     def method(self: Any, other: Any) -> Any:
         equal = data.__eq__(self, other)
@@ -285,7 +281,7 @@ def _contains(self: Any, item: Any) -> bool:
 
 
 def _undecided(mirror: Any) -> bool:
-    """Return whether an object may be what a test expects, since the test names its class."""
+    """Return True if the test names the object's class and so may expect this object."""
     return bool(_program(mirror).named.intersection(type.__dict__["__mro__"].__get__(type(mirror))))
 
 
@@ -302,7 +298,7 @@ def _crosses(program: "Program", value: Any) -> bool:
 
 
 def generated(program: "Program", number: int) -> Any:
-    """A generator of the program, which runs as far as it is read."""
+    """Return a generator that advances the program's generator as it is read."""
 
     def generator() -> Iterator[Any]:
         mirror = program.decode(["@", number])
@@ -316,7 +312,7 @@ def generated(program: "Program", number: int) -> Any:
             try:
                 item = yield found
             except GeneratorExit:
-                if not program.talking:  # it may be the garbage collector's
+                if not program.talking:  # may be the garbage collector
                     program.do("close", mirror)
                 raise
             except BaseException as error:
@@ -326,7 +322,7 @@ def generated(program: "Program", number: int) -> Any:
 
 
 async def awaited(program: "Program", number: int) -> Any:
-    """A coroutine of the program. It runs in the program's event loop, which has its turn whenever this one waits."""
+    """Await a coroutine of the program, whose event loop runs whenever this one waits."""
     task = program.do("start", program.decode(["@", number]))
     await _Turn()
     try:
@@ -341,14 +337,12 @@ async def awaited(program: "Program", number: int) -> Any:
 
 
 class _Turn:
-    """Lets the tests' event loop have its turn, once."""
-
     def __await__(self) -> Generator[None, None, None]:
         yield
 
 
 def know_bases(program: "Program") -> None:
-    """Let isinstance and issubclass know which of the standard library's classes the program's derive from."""
+    """Teach isinstance and issubclass the standard library bases of the program's classes."""
 
     def is_instance(value: Any, kinds: Any, /) -> bool:
         if _isinstance(value, kinds):
@@ -367,7 +361,7 @@ def know_bases(program: "Program") -> None:
 
 
 def _derives(program: "Program", mirror: type, kinds: Any, how: str, value: Any) -> bool:
-    """Return whether a mirror's class derives from one of these, which is no base of the mirror itself."""
+    """Return True if a mirror's class has a base in `kinds` that the mirror lacks."""
     if not _is_made(mirror):
         return False
     header = type.__getattribute__(mirror, HEADER)
@@ -386,7 +380,7 @@ def _derives(program: "Program", mirror: type, kinds: Any, how: str, value: Any)
 
 
 def _is_made(kind: type) -> bool:
-    """Return whether a class is the mirror of one, and neither Remote nor derived from one by a test."""
+    """Return True for mirrors, not for Remote or classes that tests derive."""
     return NUMBER in type.__dict__["__dict__"].__get__(kind)
 
 

@@ -1,8 +1,7 @@
-"""What the processes of the sandbox do: run a program, answer calls of its functions, or test them.
+"""Roles of the sandbox's processes: run a program, serve calls of its functions, or test them.
 
-A program never shares a process with its tests. The tests' process (testing.py) calls the functions of the other one
-(program.py) and gets data back, so that patching `assert` or `builtins`, reading the callers' frames or ending the
-process can only fail.
+The tests' process (testing.py) calls functions in the program's process (program.py) and gets back only data. So
+patching `assert` or `builtins`, reading callers' frames or ending the process can only fail.
 """
 
 import atexit
@@ -22,9 +21,9 @@ from .world import describe, new_module
 
 
 def run_program() -> None:
-    """Run a program as `python program.py` does, with the descriptors 0, 1 and 2; it comes through 3.
+    """Run the program that arrives through descriptor 3, like `python program.py`.
 
-    If its prelude fails, that goes back through 3, which is closed when the program begins.
+    A failure of its prelude goes back through 3, which closes before the program starts.
     """
     channel = Channel.of(3)
     job = channel.receive()
@@ -57,7 +56,7 @@ def run_program() -> None:
 
 
 def _standard_stream(number: int) -> io.TextIOWrapper:
-    """Return standard input, output or error as the interpreter makes them, which translates no line ends."""
+    """Return a standard stream as the interpreter makes it, without newline translation."""
     raw = io.FileIO(number, "w" if number else "r", closefd=False)
     raw.name = ("<stdin>", "<stdout>", "<stderr>")[number]
     buffer = io.BufferedWriter(raw) if number else io.BufferedReader(raw)
@@ -65,7 +64,7 @@ def _standard_stream(number: int) -> io.TextIOWrapper:
 
 
 def check_output() -> None:
-    """Call `check(input, expected, output)` of a checker that comes through descriptor 3; its verdict goes there."""
+    """Run the checker that arrives through descriptor 3, and return its verdict there."""
     channel = Channel.of(3)
     job = channel.receive()
     sys.set_int_max_str_digits(0)

@@ -1,4 +1,4 @@
-"""Which names a source binds and which it looks up, as the interpreter sees it; none of it is run."""
+"""Names that a source binds and looks up, found without running it."""
 
 import ast
 import re
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 _BEGINS_WITH_ASSERT = re.compile(r"^[ \t]*(?:assert|raise)\b", re.MULTILINE)
 _ASSERTS = re.compile(r"assert|fail|raises|warns|exit|abort", re.IGNORECASE)
-"""What is in the names of functions that end a test, such as `assertEqual`, `pytest.raises` and `sys.exit`."""
+"""Name parts of functions that end a test: `assertEqual`, `pytest.raises`, `sys.exit`."""
 
 
 def asserts(source: str) -> bool:
-    """Return whether a source has an `assert` or `raise`, or names a function that by its look does the same."""
+    """Return True if a source has `assert` or `raise`, or names a function that seems to assert."""
     return _BEGINS_WITH_ASSERT.search(source) is not None or any(
         isinstance(node, ast.Assert | ast.Raise)
         or (isinstance(node, ast.Name) and _ASSERTS.search(node.id))
@@ -25,7 +25,7 @@ def asserts(source: str) -> bool:
 
 
 def bound(source: str) -> set[str]:
-    """Return the names that a module binds: its variables, functions, classes and imports."""
+    """Return the names that a module binds."""
     tables = list(_tables(source))
     found = {symbol for table in tables[:1] for symbol in table.get_symbols()}
     found |= {symbol for table in tables[1:] for symbol in table.get_symbols() if symbol.is_declared_global()}
@@ -33,7 +33,7 @@ def bound(source: str) -> set[str]:
 
 
 def imported(source: str) -> set[str]:
-    """Return the names that a source binds by import statements; of `*`, those of a module that is loaded."""
+    """Return the names bound by imports, including `*` of loaded modules."""
     found: set[str] = set()
     for node in _nodes(source):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -45,20 +45,20 @@ def imported(source: str) -> set[str]:
 
 
 def modules(source: str) -> set[str]:
-    """Return the names that a source binds to modules."""
+    """Return the names bound to modules."""
     imports = (node for node in _nodes(source) if isinstance(node, ast.Import))
     return {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
 
 
 def owners(source: str) -> set[str]:
-    """Return the names of which a source takes attributes: `m` of `f(m.x)`."""
+    """Return the names whose attributes are used: `m` of `f(m.x)`."""
     return {
         node.value.id for node in _nodes(source) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     }
 
 
 def looked_up(source: str) -> set[str]:
-    """Return the names that a module uses without binding them."""
+    """Return the names used but not bound."""
     used: set[str] = set()
     for number, table in enumerate(_tables(source)):
         for symbol in table.get_symbols():
@@ -68,7 +68,7 @@ def looked_up(source: str) -> set[str]:
 
 
 def shared(source: str) -> set[str]:
-    """Return the global names that the functions of a module use or bind."""
+    """Return the globals that functions use or bind."""
     return {
         symbol.get_name()
         for table in list(_tables(source))[1:]
@@ -79,14 +79,13 @@ def shared(source: str) -> set[str]:
 
 
 def values(source: str) -> set[str]:
-    """Return the names of which a source takes more than attributes: `f` of `f(m.x)`."""
+    """Return the names used other than for attributes: `f` of `f(m.x)`."""
     nodes = _nodes(source)
     owners = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     return {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in owners}
 
 
 def _nodes(source: str) -> list[ast.AST]:
-    """Return the nodes of the syntax tree; none if it does not compile."""
     try:
         return list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -94,7 +93,6 @@ def _nodes(source: str) -> list[ast.AST]:
 
 
 def _tables(source: str) -> "Iterator[symtable.SymbolTable]":
-    """Yield the table of a module, then those of its functions and classes; nothing if it does not compile."""
     import symtable  # few tests need it
 
     try:

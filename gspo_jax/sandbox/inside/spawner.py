@@ -1,7 +1,7 @@
-"""Forks the processes that run code nobody trusts, and holds nothing that they could read.
+"""Process that forks the processes for untrusted code, and holds nothing that they could read.
 
-The judge asks it for one process at a time and hands over its descriptors. A process gets its code through them, after
-it was forked: this process, of which it is a copy, has never seen a test, an expected output or another program.
+A process gets its code through descriptors after the fork: the spawner has never seen a test, an expected output or
+another program.
 """
 
 import json
@@ -15,21 +15,19 @@ from .jail import Limits, confine, enter
 
 _PID = struct.Struct("<i")
 _MOST_BYTES = 1 << 16
-"""Bytes of a request."""
 
 
 class SpawnError(RuntimeError):
-    """A process could not be started; the message says why."""
+    """A process could not be started."""
 
 
 class Spawner:
     """The judge's end."""
 
     def __init__(self, roles: Mapping[str, Callable[[], None]], *, isolated: bool) -> None:
-        """Fork the spawner. `roles` are what its processes can be told to do, by name."""
+        """Fork the spawner. `roles` maps names to functions."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = os.fork()
-        """Of the process that starts the others."""
         if self.pid == 0:
             try:
                 self._socket.close()
@@ -39,9 +37,9 @@ class Spawner:
         theirs.close()
 
     def spawn(self, role: str, limits: Limits, descriptors: Sequence[int]) -> int:
-        """Start a process that plays a role with these descriptors as 0, 1, 2, 3 …; return its pid.
+        """Start a process in a role with these descriptors as 0, 1, 2, 3 … and return its pid.
 
-        It becomes a child of the caller, who must be a subreaper.
+        The caller must be a subreaper, and becomes its parent.
 
         Raises:
           SpawnError: it could not be started.
@@ -55,14 +53,13 @@ class Spawner:
 
 
 def _serve(requests: socket.socket, roles: Mapping[str, Callable[[], None]], *, isolated: bool) -> None:
-    """Start a process for each request, until the judge ends."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, _MOST_BYTES, 8)
         if not message:
             return
         request = json.loads(message)
         play, limits = roles[request["role"]], Limits(**request["limits"])
-        # A process in between enters the namespaces, and ends when the one that is to stay has been forked in them.
+        # An intermediate process enters the namespaces, forks the final process there, and ends.
         told, tell = os.pipe()
         between = os.fork()
         if between == 0:
@@ -73,13 +70,12 @@ def _serve(requests: socket.socket, roles: Mapping[str, Callable[[], None]], *, 
                 os._exit(1)
         for descriptor in (tell, *descriptors):
             os.close(descriptor)
-        os.waitpid(between, 0)  # only then is the other process the judge's child
+        os.waitpid(between, 0)  # makes the final process the judge's child
         requests.send(os.read(told, _MOST_BYTES))
         os.close(told)
 
 
 def _start(play: Callable[[], None], limits: Limits, descriptors: Sequence[int], *, isolated: bool) -> bytes:
-    """Fork the process that plays the role; return its pid, or the reason why there is none."""
     why, ready = os.pipe()
     try:
         if isolated:
@@ -96,7 +92,7 @@ def _start(play: Callable[[], None], limits: Limits, descriptors: Sequence[int],
 def _play(
     play: Callable[[], None], limits: Limits, descriptors: Sequence[int], ready: int, *, isolated: bool
 ) -> NoReturn:
-    """Confine this process and play; say through `ready`, before closing it, why that is not possible."""
+    """Confine this process and play the role. Report failures through `ready`."""
     try:
         try:
             os.setsid()
@@ -114,7 +110,7 @@ def _play(
 
 
 def _place(descriptors: Sequence[int]) -> int:
-    """Make the descriptors 0, 1, 2 …, close all others, and return the last one."""
+    """Make the descriptors 0, 1, 2 …, close all others, and return the last."""
     above = 100
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, above + number)

@@ -1,4 +1,4 @@
-"""The process of the tests: runs them against a program in another process, and tells the judge which passed."""
+"""Process of the tests: runs them against a program in another process."""
 
 import ast
 import builtins
@@ -21,7 +21,7 @@ from .mirror import BrokenTest, Program
 from .remote import MirrorType
 from .world import describe, given_source, shared_source
 
-_NAME = re.compile(r"\w+")  # compiled here, and not in every process that is forked
+_NAME = re.compile(r"\w+")  # compiled once, before forking
 _CHANGES: dict[str, Callable[..., bool]] = {
     "builtins.open": lambda file, mode="r", *_, **__: bool(set(mode) & set("wax+")),
     "io.open": lambda file, mode="r", *_, **__: bool(set(mode) & set("wax+")),
@@ -29,19 +29,15 @@ _CHANGES: dict[str, Callable[..., bool]] = {
     **dict.fromkeys(("os.mkdir", "os.remove", "os.rename", "os.chdir", "os.putenv"), lambda *_, **__: True),
     "random.setstate": lambda state: True,
 }
-"""Functions by which a test changes the world around it, and when; its program has another one."""
+"""Functions by which a test changes its surroundings, but not the program's, and when."""
 _REACHING = frozenset({"eval", "exec", "globals", "locals", "vars", "getattr", "__import__", "sys", "importlib"})
-"""Names through which a test may look up any other."""
+"""Names that give access to any other."""
 _LACKS = (ImportError, FileNotFoundError, Unrunnable)
-"""What a test raises that lacks something."""
 _NO_CALL = "'module' object is not callable"
 _IS = "(is)"
-"""The name of what stands for `is` in tests."""
 
 
 class _Identity(ast.NodeTransformer):
-    """Replaces `a is b` by a call, but for constants such as None."""
-
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
         self.generic_visit(node)
         if len(node.ops) > 1 or not isinstance(node.ops[0], ast.Is | ast.IsNot):
@@ -54,7 +50,6 @@ class _Identity(ast.NodeTransformer):
 
 
 def _asking_for_identity(source: str) -> Any:
-    """Return what to compile of a test."""
     if " is " not in source:
         return source
     tree = ast.parse(source, "tests.py")
@@ -62,9 +57,9 @@ def _asking_for_identity(source: str) -> Any:
 
 
 class _Names(dict[str, Any]):
-    """Global names of tests: their own, then builtins, then the standard library's modules, then the program's.
+    """Global names of tests: their own, then builtins, standard library modules, and last the program's.
 
-    The program's come last, and never take the place of what a test relies on. It holds the tests' own alone.
+    The dictionary itself holds only the tests' own.
     """
 
     def __init__(self, program: Program) -> None:
@@ -74,10 +69,10 @@ class _Names(dict[str, Any]):
         self._subjects: tuple[set[str], set[str]] = (set(), set())
 
     def are_tested_by(self, sources: Sequence[str]) -> None:
-        """Find out which names of builtins and modules are the program's, since they are what these tests are about.
+        """Find the names of builtins and modules that mean the program's here.
 
-        A name that a test calls stands for no module. Any other such name is the program's if it is the only one of
-        these that the program defines, and the tests look up nothing else that they could be about.
+        A name that a test calls is no module. Any other such name is the program's if it is the only one the program
+        defines, and the tests look up nothing else to test.
         """
         mine = {name for name in self._program.names if _is_known(name)}
         if not mine:
@@ -94,7 +89,6 @@ class _Names(dict[str, Any]):
         self._subjects = (mine & called) | (rest if len(rest) == 1 else set()), rest
 
     def forget_modules(self) -> None:
-        """Forget what a set-up has imported under the names that are the program's."""
         for name in self._subjects[0]:
             if _is_module(self.get(name)):
                 del self[name]
@@ -112,7 +106,7 @@ class _Names(dict[str, Any]):
         elif name in self._program.names:
             found = self._program.name(name)
             if not isinstance(type(found), MirrorType) and not isinstance(found, MirrorType):
-                return found  # a call may change what the name stands for
+                return found  # a call may rebind the name
         else:
             raise KeyError(name)
         self._found[name] = found
@@ -124,11 +118,11 @@ def _is_known(name: str) -> bool:
 
 
 def _is_module(value: Any) -> typing.TypeGuard[types.ModuleType]:
-    return type(value) is types.ModuleType  # and not what says that it is one
+    return type(value) is types.ModuleType  # not a lookalike
 
 
 class _Module(types.ModuleType):
-    """The module in which tests look for themselves, such as unittest.main() does."""
+    """Module in which tests find themselves, as unittest.main() does."""
 
     def __init__(self, name: str, names: _Names) -> None:
         super().__init__(name)
@@ -151,11 +145,11 @@ class _Module(types.ModuleType):
 
 
 class _Unseen(types.ModuleType):
-    """The module of the program, whose source a test may look for."""
+    """Module of the program, if a test looks for its source."""
 
     def __init__(self, program: Program) -> None:
         super().__init__("program")
-        del self.__loader__  # which is None
+        del self.__loader__  # it is None
         self._program = program
 
     def __getattr__(self, name: str) -> Any:
@@ -165,7 +159,7 @@ class _Unseen(types.ModuleType):
 
 
 def run_tests() -> None:
-    """Test a program that answers through descriptor 4; tests come from the judge through 3, and verdicts go there."""
+    """Test the program at descriptor 4, with tests from and verdicts to the judge at 3."""
     judge, channel = Channel.of(3), Channel.of(4)
     job = judge.receive()
     sys.set_int_max_str_digits(0)
@@ -198,8 +192,6 @@ def run_tests() -> None:
 
 
 class _Tests:
-    """The tests of a program."""
-
     def __init__(self, channel: Channel, job: Mapping[str, Any]) -> None:
         for path, changes in _CHANGES.items():
             module, _, name = path.partition(".")
@@ -208,7 +200,6 @@ class _Tests:
         self._job, self._names = job, _Names(self.program)
         self._compiled: dict[str, types.CodeType] = {}
         self._candidate: Any = None
-        """The function or class of the program that is tested, if the job names its entry point."""
         self._names[_IS] = self._is
         for name in ("tests", "__main__"):
             sys.modules[name] = _Module(name, self._names)
@@ -216,11 +207,11 @@ class _Tests:
         sys.dont_write_bytecode = True
 
     def begin(self) -> None:
-        """Run what comes before the tests.
+        """Run everything before the tests.
 
         Raises:
-          BrokenTest: it is at fault.
-          BaseException: the program is.
+          BrokenTest: the tests are at fault.
+          BaseException: the program is at fault.
         """
         program, names, job = self.program, self._names, self._job
         program.tests.append(job["setup"])
@@ -237,10 +228,10 @@ class _Tests:
                 program.cannot(f"the program uses {error.name}, which the set-up defines")
             self._check_without_program()
             raise
-        # What the prompt gives, such as helpers, is the tests' own, and not what a program has made of it.
+        # Helpers from the prompt are the tests' own, not the program's version.
         try:
             self._run(given)
-        except (BrokenTest, Exception) as error:  # it was written to be read, and not to be run
+        except (BrokenTest, Exception) as error:  # meant to be read, not run
             if self.lacks(error):
                 raise
         program.broken = ""
@@ -266,7 +257,6 @@ class _Tests:
         random.seed = seeded
 
     def _check_sources(self, given: str) -> None:
-        """Raise BrokenTest if a test does not compile, or none can fail."""
         job = self._job
         for source in (job["setup"], *job["tests"]):
             self._compile(source)
@@ -274,7 +264,7 @@ class _Tests:
             self.program.cannot("the tests assert nothing" if job["tests"] else "there are no tests")
 
     def _check_without_program(self) -> None:
-        """Raise BrokenTest if no program would do: there is none, since it does not load."""
+        """Raise BrokenTest if no program could pass the tests."""
         self.program.asked = 0
         try:
             exec(self._job["prelude"], {"__name__": "program"})
@@ -292,7 +282,7 @@ class _Tests:
             self.program.cannot("the tests ask nothing of the program")
 
     def _set_up(self) -> None:
-        """Run the set-up; it is at fault for what it raises, unless it needs the program."""
+        """Run the set-up. Its exceptions are its fault unless it needs the program."""
         try:
             self._run(self._job["setup"])
         except (BrokenTest, NameError):
@@ -303,7 +293,7 @@ class _Tests:
             raise
 
     def failure(self, test: str) -> str | None:
-        """Run a test and return why it fails; None if it passes."""
+        """Run a test and return why it fails, or None."""
         before, asked = dict(self._names), self.program.asked
         self.program.tests.append(test)
         try:
@@ -313,7 +303,7 @@ class _Tests:
                 self.program.cannot("a test runs doctests, which are the program's")
         except BrokenTest:
             return "the test can't be judged"
-        except SystemExit as end:  # as unittest.main() ends
+        except SystemExit as end:  # as in unittest.main()
             return None if not self.program.has_raised(end) and not end.code else _said(end)
         except BaseException as error:
             if self.lacks(error):
@@ -322,10 +312,7 @@ class _Tests:
         return None
 
     def _run_what_it_defines(self, test: str, before: Mapping[str, Any], asked: int) -> None:
-        """Run the `check` of a test, or the cases that it defines and has not run itself.
-
-        The program's own `check` is none.
-        """
+        """Run a test's `check` (not the program's), or the cases that it defines and has not run itself."""
         names = self._names
         if self._job["entry_point"] is not None and "check" in names:
             names["check"](self._candidate)
@@ -337,13 +324,12 @@ class _Tests:
             self.program.cannot("the test defines no check")
 
     def lacks(self, error: BaseException) -> bool:
-        """Return whether a test lacks a module, file or runner of its own, and not of the program."""
+        """Return True if the test, not the program, lacks a module, file or runner."""
         if self.program.has_raised(error):
             return False
         return isinstance(error, _LACKS) or self._takes_a_module(error)
 
     def _takes_a_module(self, error: BaseException) -> bool:
-        """Return whether a test has called a module, or looked in it, that is named like a function of the program."""
         if type(error) is AttributeError:
             return _is_module(error.obj) and error.obj.__name__ in self.program.names
         if type(error) is not TypeError or not str(error).startswith(_NO_CALL):
@@ -363,13 +349,12 @@ class _Tests:
         return self._compiled[source]
 
     def _is(self, one: Any, other: Any) -> bool:
-        """Return whether two values are the same one; equal copies of what crossed might be, in one process."""
+        """Return `one is other`, undecidable for equal copies."""
         if one is not other and type(one) is type(other) and values.is_copied(type(one)) and one == other:
             self.program.cannot("only one process could say whether two equal values are the same one")
         return one is other
 
     def _watch(self, module: str, name: str, changes: Callable[..., bool]) -> None:
-        """Have a function say when it is called in a way that changes something."""
         function = getattr(sys.modules[module], name)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -381,12 +366,11 @@ class _Tests:
 
 
 def _begun_with(entry: str) -> str:
-    """Return the name that an entry point such as `Solution().solve` begins with."""
     name = _NAME.match(entry)
     return "" if name is None else name[0]
 
 
 def _said(error: BaseException) -> str:
-    if isinstance(type(error), MirrorType):  # its text is the program's to make
+    if isinstance(type(error), MirrorType):  # the program controls its text
         return f"{type(error).__name__}: {BaseException.__str__(error)}"[:200]
     return describe(error)

@@ -1,7 +1,7 @@
-"""Python values as JSON: what crosses by itself between the process of a program and the one that tests it.
+"""Python values that cross by themselves between a program's process and its tests', as JSON.
 
-A scalar is itself, all else is [kind, content]. Only exact types are here, never a subclass, which may lie about what
-it is: border.py refers to those by number, like to whatever can change.
+A scalar is itself, anything else is [kind, content]. Only exact types count: a subclass may lie about its content.
+border.py sends the rest by number.
 """
 
 import builtins
@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any
 
 MOST_ITEMS = 1_000_000
-"""Items of a builtin iterator that cross; one that has more is an error."""
 Each = Callable[[Any], Any]
 
 
@@ -49,7 +48,7 @@ _ADDRESSES = (
 ITERATORS = tuple(
     type(iter(value)) for value in ([], (), "a", "é", b"", bytearray(), range(0), set(), {}, {}.values(), {}.items())
 )
-"""Iterators that say how many items are left, and can be copied."""
+"""Copyable iterators of known remaining length."""
 _TYPES |= {
     f"{value.__module__}.{value.__name__}": value
     for value in (
@@ -112,12 +111,12 @@ _DECODERS: dict[str, Callable[[Any, Each], Any]] = {
 
 
 def is_copied(kind: type) -> bool:
-    """Return whether the other side gets a copy of values of this type each time."""
+    """Return True if values of a type cross as copies."""
     return kind in SCALARS or kind in _ENCODERS
 
 
 def encode(value: Any, each: Each) -> Any:
-    """Return what crosses of a value, whose items `each` encodes; None if it does not cross by itself."""
+    """Return a value's encoding, or None if it does not cross by itself. `each` encodes its items."""
     if isinstance(value, type):
         return ["type", _NAMES[value]] if value in _NAMES else None
     kind, content = _ENCODERS.get(type(value), ("", None))
@@ -125,9 +124,9 @@ def encode(value: Any, each: Each) -> Any:
 
 
 def decode(kind: str, content: Any, each: Each) -> Any:
-    """Return the value that `encode` was given.
+    """Return the value given to `encode`.
 
     Raises:
-      ValueError, TypeError, KeyError: it is nothing that `encode` returns.
+      ValueError, TypeError, KeyError: `encode` returns no such thing.
     """
     return _DECODERS[kind](content, each)

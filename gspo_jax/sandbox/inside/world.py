@@ -1,4 +1,4 @@
-"""What programs and tests find around them: builtins, modules of their own, and what a record's set-up defines."""
+"""What programs and tests find around them."""
 
 import ast
 import builtins
@@ -12,18 +12,17 @@ from typing import Any
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
 WHY_CHARACTERS = 200
-"""Characters of the reason why a program or test failed."""
 
 
 def add_builtins() -> None:
-    """Add `exit`, `quit`, `help`, `copyright`, `credits` and `license`: no `site` has run in the judge."""
+    """Add builtins of `site` such as `exit`: the judge runs without it."""
     site.setquit()
     site.setcopyright()
     site.sethelper()
 
 
 def new_module(name: str) -> dict[str, Any]:
-    """Return the names of a new module; `__file__` is one, though there is no such file."""
+    """Return the names of a new module. Its `__file__` does not exist."""
     module = types.ModuleType(name)
     module.__builtins__ = builtins  # type: ignore[attr-defined]
     module.__file__ = os.path.abspath(sys.argv[0] if name == "__main__" else f"{name}.py")
@@ -32,29 +31,33 @@ def new_module(name: str) -> dict[str, Any]:
 
 
 def describe(error: BaseException) -> str:
-    """Return what an exception says, in a line."""
+    """Return an exception's type and message."""
     return f"{type(error).__name__}: {error}"[:WHY_CHARACTERS]
 
 
-def given_source(prompt: str, entry: str) -> str:
-    """Return what a prompt gives beside the function or class that it asks for, as a source; in words it gives nothing.
-
-    It does not give what it leaves to the program as well: functions and classes without a body, with nothing but a
-    docstring, `pass`, `...` or NotImplementedError in one of their methods.
-    """
+def _statements(source: str) -> list[ast.stmt]:
+    """Return a source's statements, [] if it is not Python."""
     try:
-        tree = ast.parse(prompt)
+        return ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ""
+        return []
+
+
+def given_source(prompt: str, entry: str) -> str:
+    """Return a prompt's definitions other than `entry` as a source, "" if the prompt is not Python.
+
+    Skip what the program must complete: functions with only a docstring, `pass`, `...` or NotImplementedError, and
+    classes with such methods.
+    """
     return "\n".join(
         ast.unparse(node)
-        for node in tree.body
+        for node in _statements(prompt)
         if not (isinstance(node, DEFINITIONS) and (node.name == entry or is_unfinished(node)))
     )
 
 
 def is_unfinished(node: ast.stmt) -> bool:
-    """Return whether a definition has no body, or one of its methods has none; those of abstract classes need none."""
+    """Return True if a definition that is not abstract, or one of its methods, has no body."""
     if isinstance(node, ast.ClassDef):
         if any("Protocol" in ast.unparse(base) for base in node.bases):
             return False
@@ -73,29 +76,25 @@ def _does(statement: ast.stmt) -> bool:
 
 
 def shared_source(source: str) -> dict[str, str]:
-    """Return what a program may see of a set-up or test: its classes by name, and its imports as "".
+    """Return the parts of a set-up or test that a program may see: its data classes by name, its imports as "".
 
-    These are classes that hold data, whose only methods are those of operators. Nothing else is shown: what a test
-    expects, or how it finds out, is not the program's to know.
+    Data classes have only dunder methods. The rest may show what a test expects.
     """
 
     def methods(node: ast.ClassDef) -> list[str]:
-        return [part.name for part in ast.walk(node) if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
+        return [part.name for part in ast.walk(node) if isinstance(part, _FUNCTIONS)]
 
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return {}
-    imports = "\n".join(ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom))
+    body = _statements(source)
+    imports = "\n".join(ast.unparse(node) for node in body if isinstance(node, ast.Import | ast.ImportFrom))
     found = {"": imports}
-    for node in tree.body:
+    for node in body:
         if isinstance(node, ast.ClassDef) and all(name[:2] == name[-2:] == "__" for name in methods(node)):
             found[node.name] = f"{imports}\n{ast.unparse(node)}"
     return found
 
 
 def fingerprint(kind: type) -> str:
-    """Return what two classes from the same source have in common, and others hardly."""
+    """Return a value that classes of equal source share, and others hardly."""
     import hashlib
 
     if issubclass(kind, enum.Enum):

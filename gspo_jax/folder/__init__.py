@@ -1,0 +1,1 @@
+"""A run's folder: its place, its lease, its files."""

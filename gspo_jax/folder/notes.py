@@ -1,0 +1,86 @@
+"""Small state files of a run folder."""
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gspo_jax import foreign
+from gspo_jax.errors import UserError
+from gspo_jax.folder.lines import write_atomically
+from gspo_jax.versions import versions
+
+CONFIG_FILE = "config.json"
+STOPPED_FILE = "stopped.json"
+"""The checkpoint `step` to resume from, the `phase` of the signal, and `seconds` from it until everything was saved.
+
+Finished runs exit with code 0 too.
+"""
+FINISHED_FILE = "finished.json"
+"""The last checkpoint's `step`."""
+SAVED_FILE = "saved.json"
+"""The newest checkpoint's `step`, to notice lost checkpoints."""
+
+
+def write_config(workdir: str | os.PathLike[str], config: Mapping[str, Any], *, command: str) -> None:
+    """Write `config.json`: the config's sections, `versions` and `command`."""
+    start = {"command": command, "versions": versions()}
+    if both := start.keys() & config.keys():
+        raise ValueError(f"a config must not have a field named {min(both)}: config.json has the run's there")
+    Path(workdir).mkdir(parents=True, exist_ok=True)
+    write_atomically(Path(workdir) / CONFIG_FILE, json.dumps(start | dict(config), indent=2, default=list) + "\n")
+
+
+def read_config(workdir: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Return the contents of `config.json`, if any."""
+    return foreign.read_json(Path(workdir) / CONFIG_FILE, inside=workdir, remedy="restore it or delete it")
+
+
+def fields_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config in the contents of `config.json`."""
+    return {name: value for name, value in content.items() if name not in ("command", "versions")}
+
+
+def by_field(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config's values as JSON has them, by dotted name."""
+    flat: dict[str, Any] = {}
+    for name, value in json.loads(json.dumps(config)).items():
+        flat |= {f"{name}.{key}": x for key, x in by_field(value).items()} if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def note(folder: str | os.PathLike[str], name: str, **facts: Any) -> None:
+    """Write one of the small files."""
+    write_atomically(Path(folder) / name, json.dumps(facts) + "\n")
+
+
+def clear_end(workdir: str | os.PathLike[str]) -> None:
+    """Remove `stopped.json` and `finished.json`."""
+    for name in (STOPPED_FILE, FINISHED_FILE):
+        (Path(workdir) / name).unlink(missing_ok=True)
+
+
+def read_saved(workdir: str | os.PathLike[str]) -> int | None:
+    """Return the step in `saved.json`, if any. Raises UserError if it is damaged."""
+    path = Path(workdir) / SAVED_FILE
+    if not foreign.is_file(path, inside=workdir):
+        return None
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["step"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UserError(f"{path} is damaged; delete it if the run's checkpoints are there") from None
+
+
+def existing_folder(folder: str | os.PathLike[str]) -> Path:
+    """Return `folder` as a path. Raises UserError with a similar folder if missing."""
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{folder} is not a folder; give the --workdir of a run")
+    if not path.is_dir():
+        beside = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, beside, n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else "; give the --workdir of a run"
+        raise UserError(f"folder {folder} does not exist{hint}")
+    return path

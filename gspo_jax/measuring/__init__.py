@@ -1,0 +1,1 @@
+"""Evaluation of policies on held-out prompts and published benchmarks."""

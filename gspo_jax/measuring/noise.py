@@ -1,0 +1,87 @@
+"""Routing's share of the importance ratio's noise, from replayed old routes (routing/decomposition.py)."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from gspo_jax import estimates
+from gspo_jax.engine import Engine
+from gspo_jax.parallel import hosts
+from gspo_jax.routing import decomposition
+from gspo_jax.routing.decomposition import LogRatios
+from gspo_jax.types import Batch, OldPolicy, RouterRecord, Weights
+
+POSITIONS = 8
+"""Position bins of a response."""
+PROBABILITIES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 1.0)
+"""Bins of flipped experts by old router probability."""
+SEED = 0
+
+
+def measure(engine: Engine, weights: Weights, batch: Batch) -> tuple[LogRatios, OldPolicy]:
+    """Split the sampled tokens' log-ratios under `weights`, and return the native scores. Two forward passes.
+
+    The ratios are whole on every host, in batch order.
+    """
+    native = engine.programs.native(weights, None, None, batch)
+    replayed = engine.programs.replayed(weights, None, None, _with_routes(batch, batch.routes))
+    return _ratios(batch, replayed.logprobs, native.logprobs), native
+
+
+def by_layer(engine: Engine, weights: Weights, batch: Batch) -> list[LogRatios]:
+    """Return a split per layer, with only that layer routed by its own router. A forward pass each."""
+    before = batch.routes
+
+    def logprobs(experts: Any) -> Any:
+        asked = _with_routes(batch, RouterRecord(experts, before.logprobs))
+        return engine.programs.replayed(weights, None, None, asked).logprobs
+
+    replayed = logprobs(before.experts)
+    each = (logprobs(before.experts.at[..., layer, :].set(-1)) for layer in range(before.experts.shape[-2]))
+    return [_ratios(batch, replayed, alone) for alone in each]
+
+
+def _with_routes(batch: Batch, routes: RouterRecord) -> Batch:
+    return dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, routes=routes))
+
+
+def _ratios(batch: Batch, replayed: Any, native: Any) -> LogRatios:
+    columns = hosts.allgather((batch.old.logprobs, replayed, native, batch.rollout.action_mask))
+    return LogRatios.of(*batch.packing.in_order(columns))
+
+
+def described(
+    ratios: LogRatios, before: RouterRecord, after: RouterRecord, prompt_lengths: np.ndarray, *, group_size: int
+) -> dict[str, Any]:
+    """Return all measurements after some updates. Routes are on the host."""
+    found = decomposition.flips(
+        np.asarray(before.experts).astype(int),
+        np.asarray(after.experts).astype(int),
+        prompt_lengths,
+        prompt_columns=before.experts.shape[1] - ratios.mask.shape[1],
+        old_logprobs=None if before.logprobs is None else np.asarray(before.logprobs),
+    )
+    tokens, K = max(1, int(ratios.mask.sum())), found.old.shape[3]
+    gone = found.old & ratios.mask[:, :, None, None]
+    lost, of_group = gone.sum(axis=(1, 2, 3)), ratios.mask.sum(axis=1)
+    lost, of_group = (x.reshape(-1, group_size).sum(axis=1) for x in (lost, of_group))
+    rates = lost / (np.maximum(of_group, 1) * found.old.shape[2] * K)
+    facts: dict[str, Any] = {
+        "tokens": int(ratios.mask.sum()),
+        "flip_rate": float(gone.sum() / (tokens * found.old.shape[2] * K)),
+        "flip_interval": list(estimates.interval(rates[of_group > 0], seed=SEED)),
+        "flip_rate_per_layer": (gone.sum(axis=(0, 1, 3)) / (tokens * K)).tolist(),
+        "tokens_changed": float((gone.any(axis=(2, 3))).sum() / tokens),
+    }
+    for level, these in (("token", ratios), ("sequence", ratios.of_responses)):
+        moments = these.moments(group_size)
+        one = decomposition.split(moments)
+        between = decomposition.share_interval(moments, seed=SEED)
+        facts[level] = one._asdict() | {"share": one.share, "interval": list(between)}
+    facts["by_position"] = decomposition.by_position(ratios, parts=min(POSITIONS, ratios.mask.shape[1]))
+    facts["by_flips"] = decomposition.by_flips(ratios, found)
+    facts["by_rank"] = decomposition.by_rank(ratios, found)
+    if found.probability is not None:
+        facts["by_probability"] = decomposition.by_probability(ratios, found, PROBABILITIES)
+    return facts

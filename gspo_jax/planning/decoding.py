@@ -1,0 +1,229 @@
+"""Simulated sampling time for given response lengths.
+
+Slots, phases and early exits follow rollout/loop.py and rollout/polled.py, partial rollouts rollout/episodes.py. Left
+out, at milliseconds per call: moving slots between phases, loading prefixes into the cache, and the host.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from gspo_jax.rollout.episodes import spread_over_shards
+
+NEVER = np.iinfo(np.int64).max
+
+
+class Step(NamedTuple):
+    """Cost of one decode step of a batch shard."""
+
+    slots: int
+    """Busy or idle."""
+    fixed_s: float
+    """Seconds without attention to the slots' own tokens."""
+    key_s: float
+    """Seconds per cache column that a slot reads."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """Size and step costs of the decoder."""
+
+    shards: int
+    lockstep: int
+    """Adjacent shards that step together: an expert group."""
+    steps: tuple[Step, ...]
+    """Step of each phase. Each phase halves the slots."""
+    block: int
+    """Cache columns read together."""
+    polled: bool
+    """True if all shards enter a phase together."""
+    share: float = 1.0
+    """Share of a shard's unfinished responses that must end before a call returns."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingCall:
+    """One sampling call."""
+
+    sampled: Int[np.ndarray, " B"]
+    """Tokens per response."""
+    seconds: float
+    steps: int
+    """Maximum over shards."""
+    used_s: float
+    """Seconds a slot decoded, averaged over each phase's slots."""
+    idle_s: float
+    """Seconds a slot idled."""
+    waiting_s: float
+    """Seconds a slot's shard waited for others."""
+    times: Float[np.ndarray, " t"]
+    """Seconds from the start."""
+    in_use: Float[np.ndarray, " t"]
+    """Slots in use at `times`, over all shards."""
+    width: Float[np.ndarray, " t"]
+    """Slots of the shards' phases at `times`. Waiting shards count 0."""
+
+
+MOMENTS = 400
+"""Length of `SamplingCall.times`."""
+
+
+def decode(decoder: Decoder, prefix: Int[np.ndarray, " B"], left: Int[np.ndarray, " B"]) -> SamplingCall:
+    """Simulate one call on B responses, split evenly over the shards in order.
+
+    Responses begin with `prefix` tokens and have `left` to sample, 0 if they ended before.
+    """
+    N, most = decoder.shards, decoder.steps[0].slots
+    prefix, left = (x.reshape(N, -1).astype(np.int64) for x in (prefix, left))
+    needed = np.maximum(left - 1, 0)  # prefill samples the first token
+    queued = (needed > 0).sum(axis=1)
+    start, end = _schedule(needed, min(most, left.shape[1]))
+    ends = np.sort(np.where(needed > 0, end, NEVER), axis=1)
+    horizon = int(np.where(ends < NEVER, ends, 0).max(initial=0))
+    busy, ages = _by_step(prefix, start, end, needed > 0, horizon)
+
+    leaves = np.full(N, NEVER)
+    if decoder.share < 1:
+        spared = np.floor(np.float32(1 - decoder.share) * (left > 0).sum(axis=1, dtype=np.float32)).astype(np.int64)
+        leaves = _after(ends, queued - spared)
+    over = np.minimum(_after(ends, queued), leaves).reshape(-1, decoder.lockstep).max(axis=1)  # per lockstep group
+    counts = [step.slots for step in decoder.steps]
+    bounds = [np.zeros(len(over), np.int64)]
+    for fewer in [*counts[1:], 0]:
+        through = np.minimum(_after(ends, queued - fewer), leaves).reshape(len(over), -1).max(axis=1)
+        bounds.append(np.minimum(over, np.maximum(through, bounds[-1] + 1)))
+
+    read = (ages + decoder.block * busy).reshape(len(over), decoder.lockstep, -1).max(axis=1)
+    in_use = busy.reshape(len(over), decoder.lockstep, -1).sum(axis=1)
+    taken = np.clip(np.repeat(over, decoder.lockstep)[:, None] - start, 0, needed)
+    sampled = np.where(left > 0, 1 + np.where(needed > 0, taken, 0), 0)
+    return _timed(decoder, bounds, read, in_use, sampled.reshape(-1))
+
+
+def _schedule(needed: Int[np.ndarray, "N n"], slots: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return each response's start and end step: in order, each in the first free slot."""
+    start = np.full(needed.shape, NEVER)
+    end, free, shards = start.copy(), np.zeros((len(needed), slots), np.int64), np.arange(len(needed))
+    order = np.argsort(needed == 0, axis=1, kind="stable")
+    for position in range(int((needed > 0).sum(axis=1).max(initial=0))):
+        response = order[:, position]
+        some = needed[shards, response] > 0
+        rows, response, slot = shards[some], response[some], free[some].argmin(axis=1)
+        start[rows, response] = free[rows, slot]
+        end[rows, response] = free[rows, slot] = free[rows, slot] + needed[rows, response]
+    return start, end
+
+
+def _after(ends: Int[np.ndarray, "N n"], count: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
+    """Return the step after which `count` responses of each shard have ended."""
+    at = np.take_along_axis(ends, np.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    return np.where(count > 0, at, 0)
+
+
+def _by_step(
+    prefix: np.ndarray, start: np.ndarray, end: np.ndarray, queued: np.ndarray, horizon: int
+) -> tuple[Int[np.ndarray, "N steps"], Int[np.ndarray, "N steps"]]:
+    """Return slots in use per step, and the sum of their ages: tokens fed, this step's included.
+
+    A response has age prefix + 1 + (step − start), so running sums over events suffice.
+    """
+    busy, offset = np.zeros((2, len(prefix), horizon + 1), np.int64)
+    rows = np.nonzero(queued)[0]
+    begun, ended, base = start[queued], end[queued], (prefix - start + 1)[queued]
+    for at, sign in ((begun, 1), (ended, -1)):
+        np.add.at(busy, (rows, at), sign)
+        np.add.at(offset, (rows, at), sign * base)
+    busy, offset = busy.cumsum(axis=1)[:, :horizon], offset.cumsum(axis=1)[:, :horizon]
+    return busy, offset + np.arange(horizon) * busy
+
+
+def _timed(
+    decoder: Decoder, bounds: Sequence[np.ndarray], read: np.ndarray, in_use: np.ndarray, sampled: np.ndarray
+) -> SamplingCall:
+    """Return the call of lockstep groups that change phase at the steps `bounds`."""
+    groups, horizon = read.shape
+    at = np.arange(horizon)
+    seconds = np.zeros((groups, horizon))
+    width = np.zeros((groups, horizon), np.int64)
+    for step, first, last in zip(decoder.steps, bounds[:-1], bounds[1:], strict=True):
+        here = (at >= first[:, None]) & (at < last[:, None])
+        seconds = np.where(here, step.fixed_s + step.key_s * read, seconds)
+        width = np.where(here, step.slots * decoder.lockstep, width)
+    done = np.concatenate([np.zeros((groups, 1)), seconds.cumsum(axis=1)], axis=1)
+    passed = np.stack([np.take_along_axis(done, bound[:, None], axis=1)[:, 0] for bound in bounds])  # [phases + 1, g]
+    spent = np.diff(passed, axis=0)
+    starts = np.zeros_like(spent)
+    if decoder.polled:
+        starts[1:] = spent.max(axis=1).cumsum()[:-1, None]
+    else:
+        starts[1:] = spent.cumsum(axis=0)[:-1]
+    total = float((starts[-1] + spent[-1]).max())
+    share = np.divide(in_use, width, out=np.zeros(width.shape), where=width > 0)
+    used = float((seconds * share).sum() / groups)
+    stepping = float(seconds.sum() / groups)
+
+    times = np.linspace(0, total, MOMENTS, endpoint=False)
+    used_at, width_at = np.zeros(MOMENTS), np.zeros(MOMENTS)
+    for group in range(groups):
+        for phase, (first, last) in enumerate(itertools.pairwise(bounds)):
+            since = times - starts[phase, group]
+            inside = (since >= 0) & (since < spent[phase, group])
+            step = np.searchsorted(done[group], passed[phase, group] + since[inside], side="right") - 1
+            step = np.clip(step, first[group], max(last[group] - 1, 0))
+            used_at[inside] += in_use[group, step]
+            width_at[inside] += width[group, step]
+    return SamplingCall(
+        sampled=sampled,
+        seconds=total,
+        steps=int(bounds[-1].max()),
+        used_s=used,
+        idle_s=stepping - used,
+        waiting_s=total - stepping,
+        times=times,
+        in_use=used_at,
+        width=width_at,
+    )
+
+
+class Sampled(NamedTuple):
+    """Samples of one iteration."""
+
+    lengths: Int[np.ndarray, "P G"]
+    """Lengths of the responses to learn from."""
+    calls: list[SamplingCall]
+    prefixes: list[Int[np.ndarray, " B"]]
+    """Tokens that each call's responses begin with."""
+
+
+def whole(decoder: Decoder, draw: Callable[[int], np.ndarray], *, groups: int, size: int) -> Iterator[Sampled]:
+    """Yield iterations of whole responses. `draw(n)` draws n lengths."""
+    while True:
+        lengths = draw(groups * size)
+        prefix = np.zeros_like(lengths)
+        yield Sampled(lengths.reshape(groups, size), [decode(decoder, prefix, lengths)], [prefix])
+
+
+def partial(
+    decoder: Decoder, draw: Callable[[int], np.ndarray], *, groups: int, size: int, in_flight: int
+) -> Iterator[Sampled]:
+    """Yield iterations with partial rollouts, `in_flight` groups per call. See `episodes.Buffer`."""
+    lengths = done = np.zeros((0, size), np.int64)
+    while True:
+        while len(lengths) < in_flight:
+            lengths = np.concatenate([lengths, draw(groups * size).reshape(groups, size)])
+            done = np.concatenate([done, np.zeros((groups, size), np.int64)])
+        calls, prefixes = [], []
+        while (complete := (done == lengths).all(axis=1)).sum() < groups:
+            chosen = spread_over_shards(np.sort(np.argsort(complete, kind="stable")[:in_flight]), decoder.shards)
+            left = lengths[chosen] - done[chosen]
+            prefix = np.where(left > 0, done[chosen], 0).reshape(-1)
+            calls.append(decode(decoder, prefix, left.reshape(-1)))
+            prefixes.append(prefix)
+            done[chosen] += calls[-1].sampled.reshape(-1, size)
+        taken = np.flatnonzero(complete)[:groups]
+        yield Sampled(lengths[taken], calls, prefixes)
+        lengths, done = (np.delete(x, taken, axis=0) for x in (lengths, done))

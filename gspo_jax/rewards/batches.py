@@ -1,0 +1,103 @@
+"""Rewards of whole batches, computed in a thread while the device runs.
+
+In-process rewards hold the interpreter lock, which slows the main thread but not dispatched device programs. All
+collectives run in the main thread, in the same order in every process.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from gspo_jax.parallel import hosts
+from gspo_jax.rewards.scorer import Scorer, Scores, unless_stopped
+from gspo_jax.rewards.step_scorer import StepScorer, place_step_rewards
+from gspo_jax.types import Batch, Rewards
+
+_KEPT = 64
+"""Batches that `BatchScorer.metrics` remembers at most."""
+
+
+class BatchScorer:
+    """Rewards batches of responses. Every process scores its own and receives all."""
+
+    def __init__(
+        self, scorer: Scorer, decode: Callable[[list[int]], str], mesh: Mesh, *, steps: StepScorer | None = None
+    ):
+        """Wrap the reward functions.
+
+        Args:
+          scorer: reward functions of whole responses.
+          decode: token ids -> text, without special tokens.
+          mesh: its batch shards assign responses to processes.
+          steps: step-reward functions.
+        """
+        self.scorer, self._decode, self._mesh, self._steps = scorer, decode, mesh, steps
+        self._scores = deque[Scores](maxlen=_KEPT)
+
+    def begin(self, batch: Batch) -> Callable[[], Rewards]:
+        """Start scoring a batch that is not packed yet, and return a function that waits for its rewards.
+
+        Every process calls that at the same point. It raises like `Scorer.score`. Known rewards are kept.
+        """
+        if (rewards := batch.rewards) is not None:
+            return lambda: rewards
+        mesh, rollout, B = self._mesh, batch.rollout, len(batch.lengths)
+        own = hosts.own_rows(mesh, B)
+        texts, records = batch.texts[own].tolist(), batch.records[own].tolist()
+        tokens, mask, drawn = hosts.fetch_own_rows(mesh, (rollout.tokens, rollout.mask, rollout.action_mask))
+
+        def score() -> dict[str, Any]:
+            completions = [self._decode(row[keep].tolist()) for row, keep in zip(tokens, mask, strict=True)]
+            scores = self.scorer.score_here(texts, completions, records)
+            self._scores.append(scores)
+            found = {"total": scores.total, "by_name": scores.by_name, "without_worker": scores.without_worker}
+            if self._steps is not None:
+                seen = self._steps.score(texts, completions, records)
+                found["total"] = np.where(seen.failed, np.float32(np.nan), scores.total)
+                found["by_name"] = scores.by_name | seen.by_name
+                of_steps, steps = place_step_rewards(seen.steps, tokens, mask, self._decode)
+                # Environment replies are not steps of the policy.
+                found |= {"of_steps": np.where(drawn, of_steps, 0), "steps": steps & drawn}
+            return found | {"learn": np.isfinite(found["total"])}
+
+        scored = _in_thread(score)
+        return lambda: Rewards(**hosts.allgather_rows(mesh, unless_stopped(scored.result), B))
+
+    @property
+    def without_steps(self) -> "BatchScorer":
+        """The same reward functions, without step rewards."""
+        return BatchScorer(self.scorer, self._decode, self._mesh)
+
+    def score(self, batch: Batch) -> Rewards:
+        """Return a batch's rewards."""
+        return self.begin(batch)()
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of scoring speed since the last call."""
+        scores = list(self._scores)
+        self._scores.clear()
+        if not scores:
+            return {}
+        found = {"throughput/answers_per_s": sum(len(each.total) for each in scores) / sum(s.seconds for s in scores)}
+        if any(each.without_worker is not None for each in scores):
+            queued = [wait for each in scores for wait in each.queued_s]
+            found["timing/queue_s"] = sum(queued) / max(1, len(queued))
+        return found
+
+
+def _in_thread(work: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
+    future = Future[dict[str, Any]]()
+
+    def fulfil() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=fulfil, name="rewards", daemon=True).start()
+    return future

@@ -1,0 +1,123 @@
+"""Opening of a run in its folder."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import jax
+from ml_collections import ConfigDict
+
+from gspo_jax import coldstart, engine
+from gspo_jax.config import MAY_CHANGE
+from gspo_jax.errors import StopRequested
+from gspo_jax.folder import lease
+from gspo_jax.folder.storage import check_place, open_folder
+from gspo_jax.measuring import published
+from gspo_jax.rewards.batches import BatchScorer
+from gspo_jax.run import log as log_lib
+from gspo_jax.run import resume
+from gspo_jax.run.evaluations import Evaluations
+from gspo_jax.run.phases import open_phases
+from gspo_jax.run.session import Run
+from gspo_jax.setup import data, learning, players, policy
+from gspo_jax.setup.checks import check
+from gspo_jax.setup.meshes import make_meshes
+from gspo_jax.training.checkpoint import Checkpointer, steps
+from gspo_jax.training.state import TrainState
+
+
+@contextmanager
+def open_run(
+    config: ConfigDict, place: str | Path, *, start_over: bool = False, command: str = ""
+) -> Iterator[tuple[Run, TrainState]]:
+    """Open the run in `place`, a folder or a bucket, at its newest checkpoint or at its beginning.
+
+    Errors in config, data, rewards, model folder and run folder are raised before any compilation. A cold start, if
+    configured, is trained first. With `start_over`, a run with lost or damaged checkpoints begins again.
+    `StopRequested` passes through after the state is saved.
+    """
+    check_place(place)
+    model = check(config, count_devices=jax.device_count)
+    policy.check_weights(config)
+    with ExitStack() as stack:
+        confirm_lease = stack.enter_context(lease.hold(place))
+        files = stack.enter_context(open_folder(place))
+        phases = stack.enter_context(open_phases(config, files))
+        phases.saved = next(iter(steps(files.checkpoints)), None)
+        if phases.saved is not None and not start_over:
+            resume.check_folder(config, files)
+        folder = policy.initial_folder(config, files.local)
+        tokenizer = None
+        if phases.saved is None and not config.model.folder:
+            coldstart.check_reuse(config, folder, may_change=MAY_CHANGE)
+        if config.model.folder or folder.exists():
+            model, tokenizer = policy.read_folder(config, folder)
+        records = {split: data.load_records(config, split) for split in ("train", "test")}
+        shown = coldstart.load(config) if config.coldstart.conversations and tokenizer is None else records["train"]
+        taken = published.of_run(config)
+        scorer = stack.enter_context(data.make_scorer(config))
+        replies = stack.enter_context(players.make_replies(config))
+        meshes = make_meshes(config, model)
+        stack.enter_context(jax.set_mesh(meshes.trainer))
+        if tokenizer is None:
+            coldstart.coldstart(config, shown, meshes.trainer, folder, on_step=phases.tick("cold start"))
+            phases.enter("start")
+            files.share()
+            model, tokenizer = policy.read_folder(config, folder)
+        made = engine.build(config, model, meshes, players.stop_rule_of(config, tokenizer))
+        made.sampler.poll, scorer.interrupted = phases.poll, phases.noticed
+        if replies is not None:
+            replies.interrupted = phases.noticed
+        prompts = data.training_prompts(config, tokenizer, records["train"])
+        player = players.make_player(config, tokenizer, made.sampler, replies)
+        evaluations = Evaluations(
+            config=config,
+            engine=made,
+            player=player,
+            tokenizer=tokenizer,
+            scorer=scorer,
+            prompts=data.held_out_prompts(config, tokenizer, records["test"]),
+            benchmarks={label: (each, each.prompts(tokenizer)) for label, each in taken.items()},
+        )
+        given = {"measured_on": evaluations.content, "folder": folder, "start_over": start_over}
+        start = resume.start(config, made, files, prompts, **given)
+        checkpointer = Checkpointer(
+            files.checkpoints, keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
+        )
+        stack.callback(checkpointer.close)
+        phases.saved = checkpointer.latest
+        where = {"after_step": start.step, "done": start.boundary.done, "command": command}
+        log = stack.enter_context(log_lib.open_log(config, files.local, **where))
+        phases.show = log.progress.phase
+        began = {"done": start.boundary.done, "total": config.iterations, "resumed": start.step is not None}
+        for text in log_lib.opening_lines(files.name, **began, extensible=not learning.falling(config)):
+            log.progress.say(text)
+        log.guard_config(made.objective, group_size=config.sampling.group_size)
+        for text in start.changed:
+            log.warn(text)
+        buffer = players.make_buffer(config, player, start.boundary.unfinished)
+        run = Run(
+            config=config,
+            engine=dataclasses.replace(made, frozen=start.frozen, reference=start.reference),
+            tokenizer=tokenizer,
+            base=start.base,
+            inputs=start.inputs,
+            boundary=start.boundary,
+            key=start.key,
+            prompts=prompts,
+            evaluations=dataclasses.replace(evaluations, inputs=start.inputs),
+            player=player if buffer is None else buffer,
+            scorer=BatchScorer(scorer, tokenizer.decode, meshes.trainer, steps=data.make_step_scorer(config)),
+            files=files,
+            checkpointer=checkpointer,
+            log=log,
+            phases=phases,
+            confirm_lease=confirm_lease,
+        )
+        phases.settled = lambda: run.settled
+        try:
+            yield run, start.boundary.state
+        except StopRequested:
+            run.stop()
+            raise

@@ -1,0 +1,118 @@
+"""Sampling parameters, stop rule, episodes and partial rollouts, from a config."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from gspo_jax.data.records import Record
+from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.errors import UserError
+from gspo_jax.models.config import ModelConfig
+from gspo_jax.rewards.replies import Replies
+from gspo_jax.rollout.episodes import Buffer, Episodes, Player, Reply
+from gspo_jax.rollout.sampler import Sampler
+from gspo_jax.rollout.sampling import SamplingParams, StopRule
+from gspo_jax.setup import data, functions
+
+
+def make_sampling(config: ConfigDict) -> SamplingParams:
+    """Return the sampling distribution of training rollouts."""
+    s = config.sampling
+    try:
+        return SamplingParams(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
+    except UserError as error:
+        raise UserError(f"sampling.{error}") from None
+
+
+def keeps_router_logprobs(config: ConfigDict, model: ModelConfig) -> bool:
+    """Return True if the sampler, not the trainer, records router log-probs."""
+    return model.is_routed and config.training.old_logprobs == "sampler"
+
+
+def stop_ids(config: ConfigDict, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the token ids of `sampling.stop_ids`. Raise a UserError for a text of several tokens."""
+    found = []
+    for stop in config.sampling.stop_ids:
+        ids = tokenizer.encode(stop) if isinstance(stop, str) else [stop]
+        if len(ids) != 1:
+            raise UserError(
+                f"sampling.stop_ids has {stop!r}, which is {len(ids)} tokens; use texts of one token each, or ids"
+            )
+        found += ids
+    return tuple(found)
+
+
+def make_stop_rule(config: ConfigDict, *, eos_ids: tuple[int, ...], pad_id: int) -> StopRule:
+    """Return the stop rule for `eos_ids` and the length limit."""
+    return StopRule(max_length=config.sampling.max_response_length, eos_ids=eos_ids, pad_id=pad_id)
+
+
+def stop_rule_of(config: ConfigDict, tokenizer: Tokenizer) -> StopRule:
+    """Return the stop rule for EOS, `sampling.stop_ids` and the length limit."""
+    eos_ids = tuple(dict.fromkeys((*tokenizer.eos_ids, *stop_ids(config, tokenizer))))
+    return make_stop_rule(config, eos_ids=eos_ids, pad_id=tokenizer.pad_id)
+
+
+def opening(config: ConfigDict, tokenizer: Tokenizer) -> list[int]:
+    """Return the token ids of `sampling.prefix`. Raise a UserError if they fill a response."""
+    tokens, limit = tokenizer.encode(config.sampling.prefix), config.sampling.max_response_length
+    if len(tokens) >= limit:
+        raise UserError(
+            f"sampling.prefix has {len(tokens)} tokens and sampling.max_response_length is {limit}; use a shorter "
+            f"text, or a limit above {len(tokens)}"
+        )
+    return tokens
+
+
+def make_replies(config: ConfigDict) -> AbstractContextManager[Replies | None]:
+    """Return the environment, if any, with sandboxes if it runs programs."""
+    if not config.environment.name:
+        return nullcontext()
+    return Replies(
+        config.environment.name,
+        own=functions.own(config),
+        timeout_s=config.scoring.timeout_s,
+        workers=data.scoring_workers(config),
+        unsafe=config.scoring.unsafe,
+    )
+
+
+def make_player(config: ConfigDict, tokenizer: Tokenizer, sampler: Sampler, replies: Replies | None) -> Player:
+    """Return the player of episodes."""
+    begins = opening(config, tokenizer)
+    if replies is None:
+        return Player(sampler, opening=begins)
+    reply = on_tokens(replies, tokenizer)
+    return Player(sampler, reply=reply, max_turns=config.environment.turns, opening=begins)
+
+
+def on_tokens(replies: Replies, tokenizer: Tokenizer) -> Reply:
+    """Return the environment on token ids."""
+
+    def reply(prompts: Sequence[str], responses: Sequence[list[int]], records: Sequence[Record]) -> list[Any]:
+        said = replies(prompts, [tokenizer.decode(response) for response in responses], records)
+        return [None if text is None else encoded(text, r[-1]) for text, r in zip(said, responses, strict=True)]
+
+    def encoded(text: str, last: int) -> list[int]:
+        text = tokenizer.guard(text)
+        # After one of sampling.stop_ids, e.g. the end of a tool call, the reply is inserted as it is.
+        return tokenizer.encode(tokenizer.user_turn(text) if last in tokenizer.eos_ids else text)
+
+    return reply
+
+
+def make_buffer(config: ConfigDict, player: Player, unfinished: Episodes | None = None) -> Buffer | None:
+    """Return the buffer of partial rollouts, if configured, with `unfinished` episodes."""
+    partial = config.sampling.partial
+    if partial.prompts is None:
+        return None
+    return Buffer(
+        player,
+        groups=config.data.prompts_per_batch,
+        group_size=config.sampling.group_size,
+        in_flight=partial.prompts,
+        min_ended=partial.share,
+        episodes=unfinished,
+    )

@@ -1,0 +1,221 @@
+"""Every kernel matches its plain counterpart, forward and backward."""
+
+import itertools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax.kernels import attention
+from gspo_jax.kernels import grouped_matmul as gm
+from gspo_jax.kernels.attention import SlotRows, causal_attention, decode_attention
+from gspo_jax.kernels.logprobs import log_softmax_at, token_logprobs
+from gspo_jax.models.cache import stored
+from tests.tiny import mostly_slow
+
+GROUPS = {
+    "even": [40, 40, 40, 40],
+    "uneven": [3, 0, 90, 61],
+    "all-in-one": [0, 0, 160, 0],
+    "tail": [10, 20, 0, 7],
+    "none": [0, 0, 0, 0],
+}
+
+
+def dense(rows, weights, sizes):
+    """Return the float64 oracle: each row times its own expert's matrix; zero beyond the groups."""
+    experts = np.repeat(np.arange(len(sizes)), sizes)
+    out = np.zeros((rows.shape[0], weights.shape[2]))
+    for i, e in enumerate(experts):
+        out[i] = rows[i].astype(np.float64) @ weights[e].astype(np.float64)
+    return out
+
+
+def backends():
+    ragged = {"products": gm._ragged_products, "transposed": gm._ragged_transposed, "outer": gm._ragged_outer}
+    blocked = {"products": gm._blocked_products, "transposed": gm._blocked_transposed, "outer": gm._blocked_outer}
+    return [pytest.param(blocked, id="blocked"), pytest.param(ragged, id="ragged")]
+
+
+@pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS.keys())
+@pytest.mark.parametrize("backend", backends())
+def test_grouped_matmul_equals_the_dense_oracle(backend, sizes):
+    rng = np.random.default_rng(0)
+    rows, weights = rng.standard_normal((160, 24)), rng.standard_normal((2, 4, 24, 16))
+    grads = rng.standard_normal((2, 160, 16))
+    counts = jnp.asarray(sizes, jnp.int32)
+    rows32, weights32, grads32 = (jnp.asarray(a, jnp.float32) for a in (rows, weights, grads))
+    out = backend["products"](rows32, tuple(weights32), counts)
+    np.testing.assert_allclose(out, np.stack([dense(rows, w, sizes) for w in weights]), atol=1e-4)
+    back = backend["transposed"](tuple(grads32), tuple(weights32), counts)
+    expected = sum(dense(g, w.transpose(0, 2, 1), sizes) for g, w in zip(grads, weights, strict=True))
+    np.testing.assert_allclose(back, expected, atol=1e-4)
+    outer = backend["outer"](rows32, tuple(grads32), counts)
+    ends = np.cumsum([0, *sizes])
+    expected = [[rows[a:b].T @ g[a:b] for a, b in itertools.pairwise(ends)] for g in grads]
+    np.testing.assert_allclose(outer, np.asarray(expected), atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS.keys())
+@pytest.mark.parametrize("backend", backends())
+def test_grouped_matmul_of_int8_equals_the_dense_oracle(backend, sizes):
+    """One matrix in int8 with a scale for each column, beside one in float32."""
+    rng = np.random.default_rng(0)
+    rows, grads = rng.standard_normal((160, 24)), rng.standard_normal((2, 160, 16))
+    values, scale = rng.integers(-127, 128, (4, 24, 16)), rng.uniform(0.01, 0.02, (4, 16)).astype(np.float32)
+    whole = [values * scale.astype(np.float64)[:, None], rng.standard_normal((4, 24, 16))]
+    weights = gm.Scaled(jnp.asarray(values, jnp.int8), jnp.asarray(scale)), jnp.asarray(whole[1], jnp.float32)
+    rows32, grads32, counts = jnp.asarray(rows, jnp.float32), jnp.asarray(grads, jnp.float32), jnp.asarray(sizes)
+    out = backend["products"](rows32, weights, counts)
+    np.testing.assert_allclose(out, np.stack([dense(rows, w, sizes) for w in whole]), atol=1e-4)
+    back = backend["transposed"](tuple(grads32), weights, counts)
+    expected = sum(dense(g, w.transpose(0, 2, 1), sizes) for g, w in zip(grads, whole, strict=True))
+    np.testing.assert_allclose(back, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_grouped_matmul_gradient_is_its_own(dtype):
+    """Gradients in the rows, which two products share, and in both weights, equal those of a plain einsum."""
+    rng = np.random.default_rng(1)
+    rows = jnp.asarray(rng.standard_normal((96, 8)), dtype)
+    weights = tuple(jnp.asarray(rng.standard_normal((3, 8, 4)), dtype) for _ in range(2))
+    sizes = [50, 0, 30]
+    targets = jnp.asarray(rng.standard_normal((2, 96, 4)), jnp.float32)
+
+    def loss(rows, weights):
+        out = gm.grouped_matmuls(rows, weights, jnp.asarray(sizes, jnp.int32))
+        return sum((y.astype(jnp.float32) * target).sum() for y, target in zip(out, targets, strict=True))
+
+    def plain(rows, weights):
+        chosen = jnp.stack(weights)[:, np.repeat([0, 2], [50, 30])].astype(jnp.float32)
+        return (jnp.einsum("nd,wndf->wnf", rows[:80].astype(jnp.float32), chosen) * targets[:, :80]).sum()
+
+    ours, theirs = (jax.tree.leaves(jax.jit(jax.grad(f, argnums=(0, 1)))(rows, weights)) for f in (loss, plain))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == dtype
+        np.testing.assert_allclose(
+            a.astype(jnp.float32),
+            b.astype(jnp.float32),
+            rtol=0 if dtype == jnp.float32 else 0.05,
+            atol=1e-5 if dtype == jnp.float32 else 0.1,
+        )
+    assert not ours[0][80:].any(), "rows beyond the groups get no gradient"
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_what_lies_beyond_the_groups_is_not_read(backend):
+    rows, grads = (jnp.full((40, width), jnp.nan).at[:20].set(1.0) for width in (8, 4))
+    counts = jnp.asarray([7, 13], jnp.int32)
+    assert np.isfinite(backend["products"](rows, [jnp.ones((2, 8, 4))], counts)[0]).all()
+    assert np.isfinite(backend["transposed"]([grads], [jnp.ones((2, 8, 4))], counts)).all()
+    np.testing.assert_array_equal(backend["outer"](rows, [grads], counts)[0][:, 0, 0], [7, 13])
+
+
+def naive_attention(q, k, v, mask):
+    out = np.zeros_like(q)
+    for b, t, n in np.ndindex(q.shape[:3]):
+        kv = n // (q.shape[2] // k.shape[2])
+        scores = np.array([q[b, t, n] @ k[b, s, kv] for s in range(k.shape[1])]) / np.sqrt(q.shape[-1])
+        scores = np.where(mask[b, t], scores, -np.inf)
+        probs = np.exp(scores - scores.max())
+        out[b, t, n] = (probs / probs.sum()) @ v[b, :, kv]
+    return out
+
+
+@pytest.mark.parametrize("T", [5, 150])
+def test_causal_attention_is_softmax_over_the_valid_keys_so_far(T):
+    """Covers one chunk, and several of unequal length; agrees with naive softmax to 1e-5. The first query sees none."""
+    rng = np.random.default_rng(2)
+    q = rng.standard_normal((2, T, 4, 4))
+    k, v = rng.standard_normal((2, 2, T, 2, 4))
+    valid = rng.random((2, T)) < 0.8
+    valid[0, :2], valid[1, 0] = (False, True), True
+    got = jax.jit(causal_attention)(*(jnp.asarray(a, jnp.float32) for a in (q, k, v)), jnp.asarray(valid))
+    assert not got[0, 0].any()
+    seeing = valid.cumsum(axis=1) > 0
+    seen = np.tril(np.ones((T, T), bool))[None] & valid[:, None]
+    expected = naive_attention(q, k, v, seen | ~seeing[..., None])
+    np.testing.assert_allclose(got[seeing], expected[seeing], atol=1e-5)
+
+
+RING = 2, 3  # segments, and columns per segment
+
+
+@pytest.mark.parametrize("slots", ["aligned", "few", "one", "few, as on TPU"])
+@pytest.mark.parametrize(
+    ("step", "cache_dtype"), [(0, None), (2, None), (4, None), (7, None), (11, None), (11, "int8")]
+)
+def test_two_segments_are_one_softmax(slots, step, cache_dtype, monkeypatch):
+    """Shared prompt keys and a ring of own keys, under one softmax, equal naive attention over one contiguous row.
+
+    Checked to 1e-5 at every ring position, for slots in row order, few slots, and one; prompts in blocks, and all at
+    once, as on TPU. With int8 they equal attention over the values that are stored.
+    """
+    if "TPU" in slots:
+        monkeypatch.setattr(attention, "_prompts_per_block", lambda slots, prompts, group_size: prompts)
+        slots = "few"
+    rng = np.random.default_rng(step)
+    L, P, G, S, Kv, h, layer = 2, 3, 2, 4, 2, 8, 1
+    (N, C), n = RING, P * G
+    responses = {"aligned": np.arange(n), "few": np.array([5, 0, 4, 1]), "one": np.array([3])}[slots]
+    B = len(responses)
+    lengths = np.array([2, 4, 1])
+    ages = np.minimum(rng.integers(1, N * C + 1, B), step + 1)
+    if B > 1:
+        ages[1] = 0  # an idle slot
+    q = rng.standard_normal((B, 4, h)).astype(np.float32)
+    prompt_k, prompt_v = rng.standard_normal((2, L, P, Kv, S, h)).astype(np.float32)
+    k, v = rng.standard_normal((2, L, N, B, Kv, C, h)).astype(np.float32)
+    rows = None
+    if slots != "aligned":
+        rows = SlotRows.of(jnp.asarray(responses), jnp.asarray(ages > 0), P, G)
+    kv = [stored(jnp.asarray(a), cache_dtype) for a in (prompt_k, prompt_v, k, v)]
+    if cache_dtype is not None:
+        prompt_k, prompt_v, k, v = (np.asarray(a.values * a.scale[..., None]) for a in kv)
+    arrays = jnp.asarray(q), *kv[:2], jnp.asarray(lengths), *kv[2:]
+    where = {"layer": jnp.asarray(layer), "step": jnp.asarray(step), "ages": jnp.asarray(ages), "rows": rows}
+    got = jax.jit(decode_attention)(*arrays, **where)
+
+    ring_k, ring_v = (np.moveaxis(a[layer], 3, 1).reshape(N * C, B, Kv, h) for a in (k, v))
+    for b in np.flatnonzero(ages):
+        p = responses[b] // G
+        newest = [(step - i) % (N * C) for i in range(ages[b])]
+        own_k, own_v = (
+            np.concatenate([np.swapaxes(prompt[layer, p], 0, 1)[: lengths[p]], ring[newest, b]])[None]
+            for prompt, ring in ((prompt_k, ring_k), (prompt_v, ring_v))
+        )
+        expected = naive_attention(q[b][None, None], own_k, own_v, np.ones((1, 1, own_k.shape[1]), bool))
+        np.testing.assert_allclose(got[b], expected[0, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", mostly_slow([1, 6, 14, 1000], always=[6, 1000]))
+def test_chunked_logprobs_equal_whole_ones(chunk):
+    rng = np.random.default_rng(4)
+    hidden, head = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 7, 8), (8, 33)))
+    targets = jnp.asarray(rng.integers(0, 33, (2, 7)))
+
+    def whole(hidden, head):
+        logits = hidden @ head / 0.7
+        logprobs = jax.nn.log_softmax(logits)
+        picked = jnp.take_along_axis(logprobs, targets[..., None], -1)[..., 0]
+        return picked, -(jnp.exp(logprobs) * logprobs).sum(-1)
+
+    def ours(hidden, head):
+        return token_logprobs(hidden, head, targets, temperature=0.7, chunk=chunk)
+
+    @partial(jax.jit, static_argnums=0)
+    def with_gradients(f, *of):
+        return f(*of), [jax.grad(lambda *of, i=i: f(*of)[i].sum(), argnums=(0, 1))(*of) for i in (0, 1)]
+
+    (found, found_gradients), (expected, gradients) = (with_gradients(f, hidden, head) for f in (ours, whole))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), found, expected)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4), found_gradients, gradients)
+
+
+def test_log_softmax_survives_large_and_masked_logits():
+    logits = jnp.asarray([[1e4, 0.0, -1e4], [3.0, -jnp.inf, 3.0]])
+    logprob, entropy = log_softmax_at(logits, jnp.asarray([0, 2]))
+    np.testing.assert_allclose(logprob, [0.0, -np.log(2)], atol=1e-6)
+    assert entropy[0] == 0

@@ -1,0 +1,249 @@
+"""Every TPU generation's compiler accepts the Pallas kernels, forward and backward, and their blocks fit in VMEM.
+
+Compiled ahead of time for a slice that is not attached, in its own process. To print the figures of one slice:
+
+    JAX_PLATFORMS=cpu python -m tests.kernels.test_tpu_kernels v5p:2x2x1
+"""
+
+import json
+import re
+import sys
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gspo_jax.kernels.adapted_matmul import LowRank, adapted_matmuls
+from gspo_jax.kernels.decode_attention_tpu import ring_softmax
+from gspo_jax.kernels.grouped_matmul import Scaled, grouped_matmuls
+from gspo_jax.kernels.kv import ScaledKV
+from gspo_jax.kernels.packed_attention import Spans, packed_attention
+from gspo_jax.models.attention import attend_causal
+from gspo_jax.models.transformer import REMATS
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.planning import topology
+from tests import ahead
+
+HEADS, KV_HEADS, WIDTH = 32, 4, 128
+PROMPTS = {"long": 4096}
+"""Tokens of a prompt."""
+EXPERTS, D, F = 32, 2048, 768
+ROWS = {"many": 65536, "few": 64, "odd": 1000}
+"""Rows of a grouped matmul: of an update, of a decode step, and a number that is no multiple of a tile."""
+PACKED = {"long": 16384, "odd": 1000}
+"""Tokens per packed row; the second number is no multiple of a block."""
+RINGS = {"long": 4096, "odd": 50}
+"""Columns per ring segment."""
+
+
+def with_gradients(f, *arguments, grads):
+    out, vjp = jax.vjp(f, *arguments)
+    return out, vjp(grads)
+
+
+def compiled(f, *shapes, grads):
+    """Return `read` of the compiled function with its gradients."""
+    return read(topology.lower(lambda *x: with_gradients(f, *x[:-1], grads=x[-1]), *shapes, grads).compile())
+
+
+def lowered(f, *shapes, grads):
+    """Return the Pallas kernels of the function with its gradients, counted by name before it is compiled."""
+    text = topology.lower(lambda *x: with_gradients(f, *x[:-1], grads=x[-1]), *shapes, grads).as_text()
+    return {"kernels": Counter(re.findall(r'kernel_name = "(\w+)"', text))}
+
+
+def read(program):
+    """Return the Pallas kernels of a compiled program, counted by name, and its temporary bytes on one chip."""
+    names = re.findall(r"%(\w+?)(?:_\d+)?[.\d]* = .*custom_call_target=\"tpu_custom_call\"", program.as_text())
+    memory = program.memory_analysis()
+    assert memory
+    return {"kernels": Counter(names), "temporaries": memory.temp_size_in_bytes}
+
+
+def of_mesh(mesh):
+    """Return a function that makes an array's shape with its dimensions sharded by logical axes."""
+
+    def one(shape, dtype, *axes):
+        sharding = NamedSharding(mesh, mesh_lib.spec(axes, mesh_lib.TRAINER))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    return one
+
+
+def attention(target, name, dtype):
+    """Compile the prefill's attention, without a gradient: one row and half of the heads per chip."""
+    mesh = topology.topology_mesh(target, {"fsdp": -1, "tensor": 2})
+    rows, tokens, one = mesh.size // 2, PROMPTS[name], of_mesh(mesh)
+    q = one((rows, tokens, HEADS, WIDTH), dtype, "batch", None, "heads")
+    k = one((rows, tokens, KV_HEADS, WIDTH), dtype, "batch", None, "kv_heads")
+    with jax.set_mesh(mesh):
+        return read(topology.lower(attend_causal, q, k, k, one((rows, tokens), jnp.bool_, "batch")).compile())
+
+
+def packed(target, name, dtype, remat="none"):
+    """Compile, or with `remat` lower, attention over packed rows, one row and half of the heads per chip."""
+    mesh, tokens = topology.topology_mesh(target, {"fsdp": -1, "tensor": 2}), PACKED[name]
+    one, rows = of_mesh(mesh), mesh.size // 2
+    q = one((rows, tokens, HEADS, WIDTH), dtype, "batch", None, "heads")
+    k = one((rows, tokens, KV_HEADS, WIDTH), dtype, "batch", None, "kv_heads")
+    ends = one((rows, tokens), jnp.int32, "batch")
+    run = packed_attention if remat == "none" else jax.checkpoint(packed_attention, policy=REMATS[remat])
+    with jax.set_mesh(mesh):
+        specs = tuple(x.sharding.spec for x in (q, k, k))
+        run = jax.shard_map(run, in_specs=(*specs, ends.sharding.spec), out_specs=specs[0])
+        finish = compiled if remat == "none" else lowered
+        return finish(run, q, k, k, Spans(ends, ends, ends), grads=q)
+
+
+def experts(target, name, dtype):
+    """Compile the grouped matmul with rows and experts of its own on every chip, and two matrices per expert."""
+    mesh = topology.topology_mesh(target, {"fsdp": -1})
+    rows, chips, one = ROWS[name], mesh.size, of_mesh(mesh)
+    x, y = (one((rows * chips, width), dtype, "batch") for width in (D, F))
+    w, sizes = one((EXPERTS * chips, D, F), dtype, "batch"), one((EXPERTS * chips,), jnp.int32, "batch")
+    spec = PartitionSpec(mesh_lib.BATCH_AXES)
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(lambda x, v, w, n: grouped_matmuls(x, (v, w), n), in_specs=(spec,) * 4, out_specs=spec)
+        return compiled(run, x, w, w, sizes, grads=(y, y))
+
+
+def experts_int8(target, name, dtype):
+    """Compile the same with frozen experts in int8."""
+    mesh = topology.topology_mesh(target, {"fsdp": -1})
+    rows, chips, one = ROWS[name], mesh.size, of_mesh(mesh)
+    x, y = (one((rows * chips, width), dtype, "batch") for width in (D, F))
+    w, scale = one((EXPERTS * chips, D, F), jnp.int8, "batch"), one((EXPERTS * chips, F), jnp.float32, "batch")
+    sizes, spec = one((EXPERTS * chips,), jnp.int32, "batch"), PartitionSpec(mesh_lib.BATCH_AXES)
+
+    def run(x, w, scale, sizes):
+        return grouped_matmuls(x, (Scaled(w, scale),) * 2, sizes)
+
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(run, in_specs=(spec,) * 4, out_specs=spec)
+
+        def backward(x, w, scale, sizes, *grads):
+            return with_gradients(lambda x: run(x, w, scale, sizes), x, grads=grads)
+
+        return read(topology.lower(backward, x, w, scale, sizes, y, y).compile())
+
+
+def experts_adapted(target, name, dtype):
+    """Compile the same with adapters of rank 16 beside experts in int8."""
+    mesh = topology.topology_mesh(target, {"fsdp": -1})
+    rows, chips, one = ROWS[name], mesh.size, of_mesh(mesh)
+    x, y = (one((rows * chips, width), dtype, "batch") for width in (D, F))
+    w, scale = one((EXPERTS * chips, D, F), jnp.int8, "batch"), one((EXPERTS * chips, F), jnp.float32, "batch")
+    a, b = (one((EXPERTS * chips, *shape), dtype, "batch") for shape in ((D, 16), (16, F)))
+    sizes, spec = one((EXPERTS * chips,), jnp.int32, "batch"), PartitionSpec(mesh_lib.BATCH_AXES)
+
+    def run(x, a, b, w, scale, sizes):
+        return tuple(adapted_matmuls(x, (Scaled(w, scale),) * 2, (LowRank(a, b, 2.0),) * 2, sizes))
+
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(run, in_specs=(spec,) * 6, out_specs=spec)
+
+        def backward(x, a, b, w, scale, sizes, *grads):
+            return with_gradients(lambda *trained: run(*trained, w, scale, sizes), x, a, b, grads=grads)
+
+        return read(topology.lower(backward, x, a, b, w, scale, sizes, y, y).compile())
+
+
+def ring(target, name, dtype, cache_dtype=None):
+    """Compile decode attention with 16 slots and half of the KV heads per chip."""
+    mesh, columns = topology.topology_mesh(target, {"fsdp": -1, "tensor": 2}), RINGS[name]
+    chips, one = mesh.size // 2, of_mesh(mesh)
+    q = one((16 * chips, KV_HEADS, HEADS // KV_HEADS, WIDTH), dtype, "batch", "kv_heads")
+    k = one((2, 8, 16 * chips, KV_HEADS, columns, WIDTH), cache_dtype or dtype, None, None, "batch", "kv_heads")
+    keys = k.sharding.spec
+    if cache_dtype is not None:
+        k = ScaledKV(k, one(k.shape[:-1], jnp.float32, None, None, "batch", "kv_heads"))
+    rows, number = one((16 * chips,), jnp.int32, "batch"), one((), jnp.int32)
+    queries = q.sharding.spec
+
+    def run(q, k, layer, step, ages):
+        return ring_softmax(q, k, k, layer=layer, step=step, ages=ages)
+
+    with jax.set_mesh(mesh):
+        specs = (queries, keys, PartitionSpec(), PartitionSpec(), rows.sharding.spec)
+        run = jax.shard_map(run, in_specs=specs, out_specs=queries, check_vma=False)
+        return read(topology.lower(run, q, k, number, number, rows).compile())
+
+
+def ring_int8(target, name, dtype):
+    """Compile `ring` with keys and values in int8."""
+    return ring(target, name, dtype, "int8")
+
+
+KERNELS = {
+    attention: PROMPTS,
+    packed: PACKED,
+    experts: ROWS,
+    experts_int8: ("many", "few"),
+    experts_adapted: ("many", "few"),
+    ring: RINGS,
+    ring_int8: ("long",),
+}
+LARGEST = {(of, "many" if of in (experts, experts_int8, experts_adapted) else "long") for of in KERNELS}
+REMATERIALISED = ("dots", "full")
+
+
+def cases(target):
+    """Return (function, name, dtype) of what is compiled.
+
+    For v5p all, and the largest in float32 too; elsewhere the largest, with adapters beside experts in int8 for all of
+    the grouped matmul's kernels.
+    """
+    named = [(of, name) for of, names in KERNELS.items() for name in names]
+    largest = [case for case in named if case in LARGEST]
+    if target.startswith("v5p"):
+        whole = [case for case in largest if case[0] in (attention, packed, experts, ring)]
+        return [*((*case, "bfloat16") for case in named), *((*case, "float32") for case in whole)]
+    return [(*case, "bfloat16") for case in largest if case[0] not in (experts, experts_int8)]
+
+
+def figures(target):
+    """Compile the kernels for one slice and return what was read of each; for v5p also what is recomputed of one."""
+    remats = REMATERIALISED if target.startswith("v5p") else ()
+    kept = {f"packed, {remat}": packed(target, "odd", "bfloat16", remat) for remat in remats}
+    return kept | {f"{of.__name__}, {name}, {dtype}": of(target, name, dtype) for of, name, dtype in cases(target)}
+
+
+@pytest.mark.slow
+@ahead.needs_libtpu
+@pytest.mark.parametrize("target", ["v4:2x2x1", "v5p:2x2x1", "v5e:4x4", "v6e:4x4"])
+def test_the_tpu_compiler_takes_every_kernel(target):
+    """No [T, T] array of scores exists outside the kernels.
+
+    Temporaries stay below 16 times the queries (on one chip: tokens · 16 heads · 128): log-sums on 128 lanes, and
+    gradients.
+    """
+    found = ahead.figures("tests.kernels.test_tpu_kernels", target)
+    for of, name, dtype in cases(target):
+        result = found[f"{of.__name__}, {name}, {dtype}"]
+        if of is attention:
+            assert result["kernels"] == {"splash_mqa_fwd_segmented_no_residuals": 1}
+            assert result["temporaries"] < 16 * PROMPTS[name] * HEADS // 2 * WIDTH * jnp.dtype(dtype).itemsize
+        elif of is packed:
+            assert result["kernels"] == {"packed_visits": 1, "packed_attention": 1, "packed_attention_backward": 1}
+            queries = PACKED[name] * HEADS // 2 * WIDTH * jnp.dtype(dtype).itemsize
+            assert result["temporaries"] < 16 * queries
+        elif of is experts:
+            kernels = {"visits": 1, "matmul": 1, "matmul_transposed": 1, "outer": 2}
+            assert result["kernels"] == {f"grouped_{k}": n for k, n in kernels.items()}
+        elif of is experts_int8:
+            assert result["kernels"] == {f"grouped_{k}": 1 for k in ("visits", "matmul", "matmul_transposed")}
+        elif of is experts_adapted:
+            kernels = {f"grouped_{k}": 1 for k in ("matmul", "matmul_transposed", "outer_thin")}
+            visits = result["kernels"].pop("grouped_visits")
+            assert result["kernels"] == kernels and visits <= 2, "tiles are shorter where more is in VMEM at once"
+        else:
+            assert result["kernels"] == {"ring_softmax": 1}
+    if target.startswith("v5p"):
+        counts = [found[f"packed, {remat}"]["kernels"]["packed_attention"] for remat in REMATERIALISED]
+        assert counts == [1, 2], "dots saves what the backward kernels need of the output"
+
+
+if __name__ == "__main__":
+    print(json.dumps(figures(sys.argv[1])))

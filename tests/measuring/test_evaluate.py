@@ -1,0 +1,107 @@
+"""Evaluation of responses that could not all be scored."""
+
+import dataclasses
+import math
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.measuring.held_out import evaluate, summarize
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rewards.batches import BatchScorer
+from gspo_jax.rewards.scorer import Scorer
+from gspo_jax.rollout.episodes import new_batch
+from gspo_jax.types import Prompts, Rollout, RouterRecord
+
+NAN = math.nan
+P, G, T = 3, 4, 2
+LENGTHS = np.arange(P * G)
+CUT = LENGTHS < 3
+
+JUDGE = """
+def judge(prompt, completion, record):
+    return {"a": 1.0, "b": 0.0, "c": None}[completion]
+
+def mute(prompt, completion, record):
+    return None
+"""
+
+
+def test_what_could_not_be_scored_is_left_out_and_counted():
+    # Prompt 0: 2 of 3 right; prompt 1: none scored, so it is left out; prompt 2: 0 of 1 right, as 0.5 is not above 0.5.
+    scores = np.array([[1, NAN, 0, 1], [NAN] * 4, [NAN, NAN, NAN, 0.5]], np.float32)
+    found = summarize(scores, LENGTHS, CUT)
+    assert found.accuracy == pytest.approx(1 / 3)  # (2/3 + 0) / 2
+    assert found.accuracy_stderr == pytest.approx(1 / 3)  # both are 1/3 off: sqrt(2/9) / sqrt(2)
+    assert found.pass_at_k == 0.5
+    assert found.metrics()["eval/failed"] == found.failed == pytest.approx(8 / 12)
+    assert (found.prompts, found.samples, found.response_length, found.truncated) == (3, 4, 5.5, 0.25)
+    assert str(found).endswith(", 25.0% cut, 66.7% could not be scored")
+
+
+def test_without_failures_it_is_the_plain_mean():
+    scores = np.random.default_rng(0).integers(0, 2, (P, G)).astype(np.float32)
+    found, means = summarize(scores, LENGTHS, CUT), (scores > 0.5).mean(axis=1)
+    assert found.accuracy == float(means.mean()) and found.failed == 0
+    assert found.accuracy_stderr == float(means.std(ddof=1) / np.sqrt(P))
+    assert found.pass_at_k == float(scores.any(axis=1).mean())
+    assert str(found).endswith(", 25.0% cut")
+
+
+@pytest.fixture
+def judges(tmp_path, monkeypatch):
+    (tmp_path / "judges.py").write_text(JUDGE)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    return "judges"
+
+
+class Said:
+    """A player of whose episodes the responses are given, one character each, G to a prompt."""
+
+    def __init__(self, tokenizer: Tokenizer, responses: str) -> None:
+        tokens = np.array([[tokenizer.encode(said)[0], tokenizer.eos_ids[0]] for said in responses], np.int32)
+        self._tokens = iter(tokens.reshape(2, -1, T))
+
+    def answer(self, prompts, key):
+        tokens, P = next(self._tokens), len(prompts.texts)
+        everywhere, none = np.ones(tokens.shape, bool), np.zeros(tokens.shape, np.float32)
+        rollout = Rollout(
+            prompts=np.repeat(prompts.tokens, G, axis=0),
+            prompt_lengths=np.repeat(prompts.lengths, G),
+            tokens=tokens,
+            mask=everywhere,
+            action_mask=everywhere,
+            truncated=np.zeros(P * G, bool),
+            behaviour_logprobs=none,
+            logprobs=none,
+            routes=RouterRecord(np.zeros((P * G, 1 + T, 0, 0), np.int8), None),
+        )
+        return new_batch(rollout, prompts)
+
+
+def held_out(judges, correct, responses):
+    """Evaluate two batches of two prompts, the last prompt of which is padding."""
+    tokenizer = Tokenizer.train(["abc"], 300)
+    batch = Prompts(np.ones((2, 1), np.int32), np.ones(2, np.int32), ["p", "q"], [{}, {}], np.ones(2, bool))
+    batches = [batch, dataclasses.replace(batch, valid=np.array([True, False]))]
+    mesh = mesh_lib.make_mesh({"data": 1}, devices=jax.devices()[:1])
+    functions = Scorer({"judge": 1.0, "mute": 0.0}, own={name: f"{judges}:{name}" for name in ("judge", "mute")})
+    scorer = BatchScorer(functions, tokenizer.decode, mesh)
+    return evaluate(Said(tokenizer, responses), batches, scorer, jax.random.key(0), correct=lambda record: correct)
+
+
+@pytest.mark.faults
+def test_an_evaluation_leaves_out_what_the_scorer_could_not_score(judges):
+    found = held_out(judges, "judge", "aabb" + "accc" + "bbcc" + "aaaa")
+    assert found.accuracy == pytest.approx((0.5 + 1 + 0) / 3) and found.pass_at_k == pytest.approx(2 / 3)
+    assert found.failed == pytest.approx(5 / 12) and (found.prompts, found.samples) == (3, G)
+
+
+def test_an_evaluation_without_any_score_is_an_error(judges):
+    with pytest.raises(
+        RuntimeError, match=r"^none of the 12 held-out responses could be scored; check the reward function"
+    ):
+        held_out(judges, "mute", "aabb" * 4)

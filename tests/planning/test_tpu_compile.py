@@ -1,0 +1,120 @@
+"""The TPU compiler accepts the mixture-of-experts layer, forward and backward; kernels work only on the chosen pairs.
+
+Compiled ahead of time for a slice that is not attached (gspo_jax/planning/topology.py), each in its own process because
+libtpu reads its environment only once. To print the figures of one dispatch:
+
+    JAX_PLATFORMS=cpu python -m tests.planning.test_tpu_compile gather
+"""
+
+import functools
+import json
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+
+from gspo_jax.errors import UserError
+from gspo_jax.kernels.row_sums_tpu import ROW_SUMS
+from gspo_jax.models.dispatch import exchange
+from gspo_jax.models.experts import ExpertKernels
+from gspo_jax.models.matrices import Matrix
+from gspo_jax.models.moe import route
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.planning import costs as costs_lib
+from gspo_jax.planning import topology
+from tests import ahead
+
+EXPERTS, K, D, F = 128, 8, 2048, 768
+ROWS, LENGTH = 4, 128
+"""Sequences per chip, and tokens per sequence."""
+SHARDS = 4
+"""Size of the `expert` axis; the remaining chips are on `fsdp`."""
+TARGET = "v5p:4x4x4"
+
+
+def layer(x, router, gate, up, down, *, dispatch):
+    """Return a scalar loss of route, dispatch, experts and combine."""
+    logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router)
+    routes, weights = route(logits, k=K, renormalise=True)
+    kernels = ExpertKernels(*(Matrix(w.astype(x.dtype)) for w in (gate, up, down)))
+    y = exchange(x, routes.experts, weights, kernels, dispatch=dispatch)
+    return jnp.square(y.astype(jnp.float32)).mean()
+
+
+def shapes(mesh):
+    """Return bfloat16 tokens over the batch axes and float32 parameters in the trainer's layout, as shapes."""
+
+    def one(shape, dtype, *axes):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, mesh_lib.spec(axes, mesh_lib.TRAINER)))
+
+    wide, tall = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
+    return (
+        one((ROWS * mesh.size, LENGTH, D), jnp.bfloat16, "batch", None, None),
+        one((D, EXPERTS), jnp.float32, "embed", "router"),
+        one((EXPERTS, D, F), jnp.float32, *wide),
+        one((EXPERTS, D, F), jnp.float32, *wide),
+        one((EXPERTS, F, D), jnp.float32, *tall),
+    )
+
+
+def figures(dispatch):
+    """Compile the layer's gradient for TARGET and return the memory and flops of one chip."""
+    mesh = topology.topology_mesh(TARGET, {"fsdp": -1, "expert": SHARDS})
+    start = time.process_time()
+    with jax.set_mesh(mesh):
+        grad = jax.value_and_grad(functools.partial(layer, dispatch=dispatch), argnums=range(5))
+        compiled = topology.lower(grad, *shapes(mesh)).compile()
+    memory, costs = (
+        compiled.memory_analysis(),
+        costs_lib.CostedProgram(compiled.as_text() or "", filled={ROW_SUMS: 0.0}).costs(),
+    )
+    assert memory
+    return {
+        "jax": jax.__version__,
+        "dispatch": dispatch,
+        "compile_cpu_seconds": round(time.process_time() - start),
+        "peak_bytes": memory.peak_memory_in_bytes,
+        "flops": costs.flops,
+    }
+
+
+@pytest.mark.slow
+@ahead.needs_libtpu
+def test_the_tpu_compiler_takes_the_layer():
+    """All programs of test_plan.py dispatch with gathers, this one by a ragged all-to-all.
+
+    Three matrices with their input and weight gradients: 9 products of the rows of the buffers, which have room for
+    1.25 times the pairs that a balanced router sends, a quarter of all pairs of the group. The kernels visit only tiles
+    with rows (tests/kernels/test_grouped_matmul_tpu.py). A weight gradient that is dense over the held experts would
+    take 32 / K = 4 times the flops asserted here.
+    """
+    result = ahead.figures("tests.planning.test_tpu_compile", "ragged_all_to_all")
+    products = 9 * 2 * D * F * 1.25 * K * ROWS * LENGTH
+    assert products <= result["flops"] < 1.02 * products
+    assert result["peak_bytes"] < 1.7 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v5q:4x4x4", "unknown TPU generation 'v5q'; did you mean"),
+        ("v5p:4x4", "topology 'v5p:4x4' does not have 3 positive sides; write it as v5p:4x4x4"),
+        ("v5p-8", r"v5p-8 is Cloud TPU's name for 4 chips \(.* TensorCores, 2 to a chip\); .* as v5p:2x2x1$"),
+        ("v4-256", "name for 128 chips .* write the slice as v4:4x4x8$"),
+        ("v5p-24", "name for 12 chips .* write the slice as v5p:XxYxZ with sides whose product is 12$"),
+        ("v5litepod-8", r"name for 8 chips \(its number counts chips\); write the slice as v5e:2x4$"),
+        ("v6e-1", "name for 1 chip .* write the slice as v6e:1x1$"),
+        ("v5p-7", "unknown TPU generation 'v5p-7'; did you mean 'v5p'"),
+        ("v6e:16x0", "topology 'v6e:16x0' does not have 2 positive sides; write it as v6e:4x4"),
+    ],
+)
+def test_an_unknown_slice_says_what_there_is(name, message):
+    with pytest.raises(UserError, match=message):
+        topology.describe(name)
+
+
+if __name__ == "__main__":
+    print(json.dumps(figures(sys.argv[1])))

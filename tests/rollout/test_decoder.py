@@ -1,0 +1,352 @@
+"""The decoder matches the trainer's scoring, and a response does not depend on the rest of its batch."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gspo_jax.models import transformer
+from gspo_jax.parallel import hosts
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel.rows import shards
+from gspo_jax.rollout import decoder, polled
+from gspo_jax.rollout.decoder import make_reshard, response_keys
+from gspo_jax.rollout.polled import PolledDecode
+from gspo_jax.rollout.prefixes import Prefix, pack
+from gspo_jax.rollout.sampling import SamplingParams, StopRule
+from gspo_jax.training.scoring import Scoring, score
+from gspo_jax.types import Prompts, Weights
+from tests.alone import Alone
+from tests.tiny import CONFIG, EIGHT, generate, load_model, mesh_id, mostly_slow, params, place, prompts, weights
+
+GRAPH, _SHAPES = transformer.abstract(CONFIG)
+SHAPES = Weights.full(_SHAPES)
+SETTINGS = {
+    "sampling": SamplingParams(),
+    "stop": StopRule(max_length=70, eos_ids=(3,)),  # the ring of the cache has two segments
+    "router_logprobs": True,
+}
+LIMITS = jnp.asarray(np.random.default_rng(0).integers(1, 71, 32), jnp.int32)
+
+
+def decode(slots=None, *, seed=0, **changes):
+    """Return 32 responses of mixed lengths, each with its own limit, and the decode loop's statistics."""
+    keys = response_keys(jax.random.key(seed + 1), jnp.arange(32))
+    given = SETTINGS | {"slots": slots, "limits": LIMITS} | changes
+    return jax.device_get(generate(GRAPH, weights(), prompts(seed=seed), keys, **given))
+
+
+@pytest.fixture(scope="module")
+def decoded():
+    """Return the responses decoded in 8 slots, then in 4, with the statistics."""
+    return decode(8)
+
+
+@pytest.fixture(scope="module")
+def rollout(decoded):
+    return decoded.rollout
+
+
+def scored(rollout, *, temperature):
+    """Return the trainer's scores of the rollout under the same weights."""
+    scoring = Scoring(temperature=temperature, logprob_chunk=64)
+    return jax.jit(lambda w, rollout: score(GRAPH, w, Alone(rollout), scoring))(weights(), rollout)
+
+
+def test_log_probs_equal_the_trainers(rollout):
+    """Sampler and trainer log-probs agree to 1e-4 on every sampled token, with ragged prompts."""
+    scores = scored(rollout, temperature=1.0)
+    mask = rollout.mask
+    np.testing.assert_allclose(rollout.logprobs[mask], np.asarray(scores.logprobs)[mask], atol=1e-4)
+    np.testing.assert_array_equal(rollout.logprobs[mask], rollout.behaviour_logprobs[mask])
+    assert not rollout.logprobs[~mask].any()
+
+
+@pytest.mark.slow
+def test_temperature_is_scored_too():
+    sampling = SamplingParams(temperature=0.6, top_k=20)
+    out = decode(8, sampling=sampling).rollout
+    scores = scored(out, temperature=0.6)
+    np.testing.assert_allclose(out.logprobs[out.mask], np.asarray(scores.logprobs)[out.mask], atol=1e-4)
+    assert (out.behaviour_logprobs[out.mask] >= out.logprobs[out.mask] - 1e-6).all()
+
+
+def test_routes_equal_the_trainers_where_known(rollout):
+    """Sampler and trainer agree on experts and router log-probs, prompt tokens included."""
+    routes = scored(rollout, temperature=1.0).routes
+    experts, logprobs = (np.moveaxis(np.asarray(x), 0, 2) for x in (routes.experts, routes.logprobs))
+    own, known = rollout.routes, (rollout.routes.experts >= 0).all(axis=(2, 3))
+    np.testing.assert_array_equal(own.experts[known], experts[known])
+    np.testing.assert_allclose(own.logprobs[known], logprobs[known], atol=1e-5)
+    assert own.experts.dtype == np.int8
+    assert (own.experts[~known] == -1).all()
+    assert not own.logprobs[~known].any()
+    fed = rollout.prompt_lengths + rollout.mask.sum(axis=1) - 1
+    np.testing.assert_array_equal(known.sum(axis=1), fed, "every token but the last was fed")
+
+
+def test_a_response_ends_with_its_first_eos(rollout):
+    for tokens, mask, truncated in zip(rollout.tokens, rollout.mask, rollout.truncated, strict=True):
+        n = mask.sum()
+        assert mask[:n].all(), "the mask is a prefix"
+        stops = tokens[:n] == 3
+        assert not stops[:-1].any()
+        assert stops[-1] == (not truncated)
+        assert not tokens[n:].any(), "tokens after the end are padding"
+    assert 0 < rollout.truncated.sum() < len(rollout.truncated), "the case has both finished and truncated responses"
+
+
+def same(found, expected):
+    """Assert equal tokens and experts, and log-probs equal up to float32 rounding."""
+    found, expected = jax.device_get((found, expected))
+    for name in ("tokens", "mask", "truncated"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    np.testing.assert_array_equal(found.routes.experts, expected.routes.experts)
+    for a, b in (
+        (found.logprobs, expected.logprobs),
+        (found.behaviour_logprobs, expected.behaviour_logprobs),
+        (found.routes.logprobs, expected.routes.logprobs),
+    ):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def one_by_one():
+    """Return every response decoded by itself, with no group: the reference for all batched and resumed decoding."""
+    batch, keys = prompts(), response_keys(jax.random.key(1), jnp.arange(32))
+    each = []
+    for i in range(32):
+        prompt = Prompts(batch.tokens[i // 4][None], batch.lengths[i // 4][None])
+        settings = {"limits": LIMITS[i : i + 1]}
+        each.append(jax.device_get(generate(GRAPH, weights(), prompt, keys[i : i + 1], **SETTINGS | settings)[0]))
+    return jax.tree.map(lambda *rows: np.concatenate(rows), *each)
+
+
+@pytest.mark.slow  # test_episodes.py resumes such responses too
+@pytest.mark.parametrize("slots", [None, 7])
+def test_responses_resume_after_an_early_exit(slots, one_by_one):
+    """Responses cut off by an early exit, prefilled again as prefixes and resumed, equal those that never stopped."""
+    cut = decode(slots, min_ended=0.4)
+    assert 13 <= 32 - cut.unfinished.sum() < 20
+    kept, mask = cut.rollout.tokens, cut.rollout.mask
+    one_by_one_there = np.where(mask, one_by_one.tokens, 0)
+    np.testing.assert_array_equal(kept, one_by_one_there)
+    assert not (cut.unfinished & cut.rollout.truncated).any()
+    groups = np.unique(np.flatnonzero(cut.unfinished) // 4)  # resumed whole, with finished members at limit 0
+    rows = (groups[:, None] * 4 + np.arange(4)).reshape(-1)
+    left = cut.unfinished[rows]
+    lengths = jnp.where(left, mask[rows].sum(axis=1), 0)
+    batch = jax.tree.map(lambda x: x[groups], prompts())
+    keys = response_keys(jax.random.key(1), jnp.asarray(rows))
+    found = generate(
+        GRAPH,
+        weights(),
+        batch,
+        keys,
+        **SETTINGS,
+        slots=slots,
+        limits=jnp.where(left, LIMITS[rows], 0),
+        prefix=pack(batch, Prefix(kept[rows], lengths), shards=1, limit=70),
+    )
+    assert not found.unfinished.any()
+    assert not found.rollout.mask[~left].any()
+    assert cut.stats.decode_tokens + found.stats.decode_tokens == one_by_one.mask.sum() - 32 - left.sum(), (
+        "each is drawn once"
+    )
+    expected = jax.tree.map(lambda x: x[rows[np.asarray(left)]], one_by_one)
+    found = jax.tree.map(lambda x: x[np.asarray(left)], jax.device_get(found.rollout))
+    own = np.arange(70)[None] >= lengths[left, None]
+    for name in ("tokens", "mask", "truncated"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    np.testing.assert_array_equal(found.routes.experts, expected.routes.experts)
+    np.testing.assert_allclose(found.logprobs, np.where(own, expected.logprobs, 0), atol=1e-5)
+    np.testing.assert_allclose(found.routes.logprobs, expected.routes.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("slots", mostly_slow([None, 7, 8], always=[8]))
+def test_slots_change_nothing(slots, one_by_one, decoded):
+    found, _, stats = decoded if slots == 8 else decode(slots)
+    same(found, one_by_one)
+    assert 0 < one_by_one.truncated.sum() < 32 and (one_by_one.mask.sum(axis=1) == 1).any(), (
+        "the case has truncated responses, finished ones, and some of one token"
+    )
+    assert stats.decode_tokens == one_by_one.mask.sum() - 32, (
+        "each response's first token comes from prefill, not from decode steps"
+    )
+    assert stats.steps <= stats.slot_steps <= stats.steps * (slots or 32)
+
+
+@pytest.mark.slow
+def test_nor_does_the_order_of_the_queue(one_by_one):
+    """Rows are queued in order, so permuting the groups permutes the responses and changes nothing else."""
+    batch, groups = prompts(), np.random.default_rng(2).permutation(8)
+    rows = (groups[:, None] * 4 + np.arange(4)).reshape(-1)
+    keys = response_keys(jax.random.key(1), jnp.asarray(rows))
+    settings = SETTINGS | {"slots": 5, "limits": LIMITS[rows]}
+    found = generate(GRAPH, weights(), Prompts(batch.tokens[groups], batch.lengths[groups]), keys, **settings)
+    same(found.rollout, jax.tree.map(lambda x: x[rows], one_by_one))
+
+
+LAYOUTS = [
+    ({"fsdp": 8}, 16),
+    (EIGHT, 16),
+    ({"data": 2, "expert": 2, "tensor": 2}, None),
+    ({"expert": 4, "tensor": 2}, None),
+]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "slots"),
+    mostly_slow(LAYOUTS, always=[(EIGHT, 16)]),
+    ids=lambda x: mesh_id(x) if isinstance(x, dict) else str(x),
+)
+def test_eight_devices_sample_the_same(sizes, slots, one_by_one):
+    mesh = mesh_lib.make_mesh(sizes)
+    with jax.set_mesh(mesh):
+        copy = make_reshard(SHAPES, mesh, jnp.float32)(Weights.full(place(params(), mesh)))
+        batch, numbers, limits = hosts.shard_rows(mesh, (prompts(), np.arange(32), np.asarray(LIMITS)))
+        keys = response_keys(jax.random.key(1), numbers)
+        out, _, stats = generate(GRAPH, copy, batch, keys, **SETTINGS, slots=slots, limits=limits)
+        same(out, one_by_one)
+        assert out.tokens.sharding.is_equivalent_to(mesh_lib.rows_sharding(mesh), 2)
+    steps = np.asarray(stats.steps).reshape(-1, mesh.shape["expert"])
+    assert (steps == steps[:, :1]).all(), "shards of one expert group take the same number of steps"
+    assert len(steps) == 1 or len(set(steps[:, 0])) > 1, "shards outside an expert group stop independently"
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    mostly_slow([{"expert": 8}, {"fsdp": 2, "expert": 2, "tensor": 2}], always=[{"expert": 8}]),
+    ids=mesh_id,
+)
+def test_a_frozen_base_spread_over_experts_samples_the_same(sizes, one_by_one):
+    mesh = mesh_lib.make_mesh(sizes)
+    graph, shapes = transformer.abstract(CONFIG, base="frozen")
+    base = jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves(params()))
+    base = jax.device_put(base, mesh_lib.param_shardings(base, mesh, mesh_lib.SAMPLER))
+    with jax.set_mesh(mesh):
+        batch, numbers, limits = hosts.shard_rows(mesh, (prompts(), np.arange(32), np.asarray(LIMITS)))
+        keys = response_keys(jax.random.key(1), numbers)
+        same(generate(graph, Weights.full(base), batch, keys, **SETTINGS, slots=16, limits=limits)[0], one_by_one)
+
+
+@pytest.mark.slow
+def test_coming_back_to_the_host_changes_no_bit():
+    """Polled every 16 steps, the decoder returns what one program does, prefixes and statistics included."""
+    mesh = mesh_lib.make_mesh(EIGHT)
+    with jax.set_mesh(mesh):
+        given = prompts(), jnp.arange(32), jnp.sort(LIMITS)  # the shards end one after the other
+        copy = make_reshard(SHAPES, mesh, jnp.float32)(Weights.full(place(params(), mesh)))
+        batch, numbers, limits = hosts.shard_rows(mesh, jax.device_get(given))
+        keys = response_keys(jax.random.key(1), numbers)
+        lengths = jnp.minimum(jnp.arange(32) % 5, limits - 1)
+        said = Prefix(jax.random.randint(jax.random.key(2), (32, 4), 4, 60), lengths)
+        prefix = pack(*jax.device_get((batch, said)), shards=shards(), limit=70)
+        options = {"sampling": SamplingParams(), "router_logprobs": True, "cache_dtype": "int8"}
+        prefilled = decoder.prefill(GRAPH, copy, batch, keys, prefix, **options)
+        options = {"sampling": SamplingParams(), "stop": SETTINGS["stop"], "slots": 16, "min_ended": 0.5}
+        expected = decoder.decode(GRAPH, copy, prefilled, keys, limits, **options)
+        polls = []
+        pieces = PolledDecode(graph=GRAPH, **options, poll_steps=16)
+        found = pieces(copy, prefilled, keys, limits, prompt_length=batch.tokens.shape[1], poll=lambda: polls.append(0))
+        for ring in polled.begin_piece(pieces, copy, (prefilled, keys, limits))[1]:
+            spread = NamedSharding(mesh, PartitionSpec(*polled.RINGS[: ring.ndim]))
+            assert ring.sharding.is_equivalent_to(spread, ring.ndim)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert len(polls) >= np.asarray(expected.stats.steps).max() // 16
+
+
+def test_a_cache_in_int8_samples_from_a_policy_close_to_the_trainers(rollout):
+    """Most responses are the same, and log-probs differ by little."""
+    found = decode(8, cache_dtype="int8").rollout
+    assert (found.tokens == rollout.tokens).all(axis=1).mean() > 0.5
+    error = np.abs(found.logprobs - np.asarray(scored(found, temperature=1.0).logprobs))[found.mask]
+    assert 1e-5 < error.mean() < 0.01
+
+
+@pytest.mark.slow
+def test_slots_are_refilled_and_left_when_idle():
+    """With lengths uniform in 16 to 512 and 64 responses on 16 slots, more than 90% of slot steps draw a token."""
+    batch, limits = prompts(), jnp.asarray(np.random.default_rng(0).integers(16, 513, 64), jnp.int32)
+    keys = response_keys(jax.random.key(1), jnp.arange(64))
+    settings = {"stop": StopRule(max_length=512, eos_ids=()), "slots": 16, "limits": limits}
+    found, _, stats = jax.device_get(generate(GRAPH, weights(), batch, keys, **SETTINGS | settings))
+    np.testing.assert_array_equal(found.mask.sum(axis=1), limits)
+    assert stats.decode_tokens.sum() / stats.slot_steps.sum() > 0.9
+    assert stats.steps.sum() < 1.25 * limits.sum() / 16
+
+
+@pytest.mark.slow
+def test_the_loop_copies_no_cache():
+    """The compiled decode loop updates both rings in place. They share one zero initialiser, copied before the loop."""
+    keys = response_keys(jax.random.key(1), jnp.arange(32))
+    prefilled = decoder.prefill(GRAPH, weights(), prompts(), keys, sampling=SamplingParams())
+    settings = {"sampling": SamplingParams(), "stop": StopRule(max_length=200, eos_ids=()), "slots": 32}
+    loop, _, _ = (
+        decoder.decode.lower(GRAPH, weights(), prefilled, keys, **settings).compile().as_text().partition("\nENTRY ")
+    )
+    ring = r"f32\[2,4,32,2,64,8\]"  # layers, segments, slots, heads, columns, width
+    assert len(re.findall(rf"= {ring}\S* dynamic-update-slice\(", loop)) >= 2
+    assert not re.search(rf"= {ring}\S* copy\(", loop)
+
+
+def test_the_samplers_copy_is_cast_but_for_router_and_norms():
+    mesh = mesh_lib.make_mesh(EIGHT)
+    with jax.set_mesh(mesh):
+        copy = make_reshard(SHAPES, mesh, jnp.bfloat16)(Weights.full(place(params(), mesh)))
+    copied = copy.trainable
+    assert copied["embed"].dtype == copied["layers"][0]["mlp"]["gate"].dtype == jnp.bfloat16
+    assert copied["layers"][0]["mlp"]["router"].dtype == copied["norm"].dtype == jnp.float32
+    gate = copied["layers"][0]["mlp"]["gate"]
+    assert gate.addressable_shards[0].data.shape == (2, 4, 32, 16), (
+        "every data and fsdp shard holds the full expert matrices"
+    )
+
+
+def test_no_second_copy_of_the_weights_is_made_on_the_way_to_the_sampler():
+    """Resharding goes layer by layer, so temporaries stay below half of the output of this eight-layer model."""
+    mesh = mesh_lib.make_mesh(EIGHT)
+    config = dataclasses.replace(CONFIG, hidden_size=128, moe_intermediate_size=64, num_layers=8)
+    shapes = Weights.full(transformer.abstract(config)[1])
+    shardings = mesh_lib.param_shardings(shapes, mesh)
+    given = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    with jax.set_mesh(mesh):
+        memory = make_reshard(shapes, mesh, jnp.bfloat16).lower(given).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < memory.output_size_in_bytes / 2
+
+
+def test_one_program_per_shape():
+    before = [program._cache_size() for program in (decoder.prefill, decoder.decode)]
+    for seed in (3, 4):
+        decode(8, seed=seed)
+    after = [program._cache_size() for program in (decoder.prefill, decoder.decode)]
+    assert all(b <= a + 1 for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_fused", "qwen3", "qwen3_tied", "olmoe"])
+def test_greedy_decode_equals_transformers(name):
+    """With ragged prompts, the cached decoder's 64 greedy tokens equal those of transformers (tests/golden)."""
+    folder = Path(__file__).parents[1] / "golden" / name
+    reference = np.load(folder / "reference.npz")
+    model, _ = load_model(folder)
+    graph, params = nnx.split(model)
+    tokens, lengths = reference["tokens"], reference["lengths"]
+    tokens = np.where(np.arange(tokens.shape[1])[None] < lengths[:, None], tokens, 1)
+    out, _, _ = generate(
+        graph,
+        Weights.full(params),
+        Prompts(np.pad(tokens, ((0, 0), (0, 5)), constant_values=1), lengths),
+        response_keys(jax.random.key(0), jnp.arange(len(tokens))),
+        sampling=SamplingParams(temperature=0.0),
+        stop=StopRule(max_length=64, eos_ids=()),
+    )
+    np.testing.assert_array_equal(out.tokens, reference["greedy"])
+    assert out.truncated.all()

@@ -1,0 +1,310 @@
+"""Partial rollouts and multi-turn episodes: resumed responses equal uninterrupted ones, replies are not trained on."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax.errors import StopRequested
+from gspo_jax.models import transformer
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rollout.decoder import response_keys
+from gspo_jax.rollout.episodes import Buffer, Episodes, Player, spread_over_shards
+from gspo_jax.rollout.polled import PolledDecode
+from gspo_jax.rollout.prefixes import bucket
+from gspo_jax.rollout.sampler import Sampler
+from gspo_jax.rollout.sampling import SamplingParams, StopRule
+from gspo_jax.training.scoring import Scoring, score
+from gspo_jax.types import HOST_COLUMNS, Prompts, Weights
+from tests.alone import Alone
+from tests.tiny import CONFIG, params, place, prompts, weights
+
+GRAPH, _SHAPES = transformer.abstract(CONFIG)
+SHAPES = Weights.full(_SHAPES)
+G, T, KEY = 2, 16, jax.random.key(2)
+GOES_ON = range(52, 64)
+"""Stop ids that hand the turn to the environment, which replies; 5 also ends a turn, but gets no reply."""
+MESH = mesh_lib.make_mesh({"data": 2}, devices=jax.devices()[:2])
+PROMPTS = prompts(P=12, S=6, seed=3)
+NAMES, RECORDS = [f"prompt {i}" for i in range(12)], [{"number": str(i)} for i in range(12)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mesh():
+    """Run on a mesh of two devices."""
+    with jax.set_mesh(MESH):
+        yield
+
+
+def other_params():
+    """Return the parameters of a second policy, scaled by 1.1."""
+    return jax.tree.map(lambda x: x * 1.1, params())
+
+
+def make_sampler(*, poll_steps: int | None = None) -> Sampler:
+    """Return a sampler without weights."""
+    return Sampler(
+        GRAPH,
+        SHAPES,
+        MESH,
+        dtype=jnp.float32,
+        group_size=G,
+        sampling=SamplingParams(),
+        stop=StopRule(max_length=T, eos_ids=(5, *GOES_ON)),
+        slots=4,  # fewer than responses, so that resumed ones are refilled too
+        poll_steps=poll_steps,
+        router_logprobs=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def sampler() -> Sampler:
+    return make_sampler()
+
+
+@pytest.fixture(autouse=True)
+def first_policy(sampler):
+    """Load the same initial policy before every test."""
+    sampler.load(Weights.full(place(params(), MESH)))
+
+
+def some(first: int, count: int):
+    """Return `count` prompts from `first` on, with their texts and records."""
+    rows = slice(first, first + count)
+    return Prompts(PROMPTS.tokens[rows], PROMPTS.lengths[rows], NAMES[rows], RECORDS[rows])
+
+
+def in_fours(start: int = 0):
+    """Yield four prompts at a time, endlessly, in the order of the response numbers."""
+    return (some(first % 12, 4) for first in itertools.count(start, 4))
+
+
+def row_of(played, i: int) -> int:
+    """Return the row that response i of a batch has in the uninterrupted rollout of all prompts."""
+    return int(played.records[i]["number"]) * G + i % G
+
+
+@pytest.fixture(scope="module")
+def unbroken(sampler):
+    """Return all responses, sampled in two uninterrupted calls as large as those of a buffer."""
+    sampler.load(Weights.full(place(params(), MESH)))
+    return in_halves(sampler, PROMPTS)
+
+
+def in_halves(sampler, batch: Prompts):
+    """Return the responses to all prompts, sampled for six at a time."""
+    cuts = slice(0, 6), slice(6, 12)
+    halves = [sampler(Prompts(batch.tokens[rows], batch.lengths[rows]), KEY, first=rows.start * G) for rows in cuts]
+    return jax.tree.map(lambda *rows: np.concatenate(rows), *jax.device_get(halves))
+
+
+@jax.jit
+def trainers(weights, rollout):
+    """Return the trainer's scores of a rollout under given weights."""
+    return score(GRAPH, weights, Alone(rollout), Scoring(logprob_chunk=64))
+
+
+def test_a_later_round_goes_on_with_the_numbers_of_responses(sampler):
+    """Sampling prompts again in one iteration continues the response numbering, so the keys are new."""
+    batch = some(0, 4)
+    keys, later = (sampler.keys(batch, KEY, n) for n in (0, 5))
+    np.testing.assert_array_equal(later, jax.random.key_data(response_keys(KEY, 5 + jnp.arange(4 * G))))
+    np.testing.assert_array_equal(later[:3], keys[5:])
+
+
+@pytest.mark.slow
+def test_short_prompts_are_read_in_a_shorter_bucket(sampler, unbroken):
+    """The shorter prefill bucket changes nothing: tokens and routes are those of the narrow batch, padded."""
+    wide = Prompts(np.pad(PROMPTS.tokens, ((0, 0), (0, 2))), PROMPTS.lengths)
+    found = in_halves(sampler, wide)
+    np.testing.assert_array_equal(found.prompts, np.repeat(wide.tokens, G, axis=0))
+    np.testing.assert_array_equal(found.tokens, unbroken.tokens)
+    for name, nothing in (("experts", -1), ("logprobs", 0)):
+        wider, own = getattr(found.routes, name), getattr(unbroken.routes, name)
+        np.testing.assert_array_equal(wider[:, 6:8], nothing)
+        np.testing.assert_array_equal(np.delete(wider, [6, 7], axis=1), own)
+
+
+def test_a_policy_that_does_not_change_samples_the_same_in_parts(sampler, unbroken):
+    """Under a fixed policy, partial rollouts equal one call: tokens, log-probs, routes. No response comes twice."""
+    player = Player(sampler)
+    buffer, seen = Buffer(player, groups=2, group_size=G, in_flight=6, min_ended=0.5), []
+    prompts = in_fours()
+    for left in (6, 4):  # four new groups at a time while fewer than six are in flight
+        played = buffer.play(prompts, KEY)
+        assert len(buffer) == left
+        rows = [row_of(played, i) for i in range(4)]
+        seen += rows
+        found = jax.device_get(played.rollout)
+        for name in ("tokens", "mask", "action_mask", "truncated", "prompts"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(unbroken, name)[rows])
+        np.testing.assert_array_equal(found.routes.experts, unbroken.routes.experts[rows])
+        np.testing.assert_allclose(found.logprobs, unbroken.logprobs[rows], atol=1e-5)
+        np.testing.assert_allclose(found.behaviour_logprobs, found.logprobs)
+        np.testing.assert_allclose(found.routes.logprobs, unbroken.routes.logprobs[rows], atol=1e-5)
+        assert played.rollout.tokens.sharding == mesh_lib.rows_sharding(MESH)
+    assert len(set(seen)) == len(seen) == 8
+
+
+def test_each_token_keeps_the_log_prob_of_the_policy_that_drew_it(sampler):
+    """Tokens drawn before a weight sync keep the old policy's log-probs; later tokens have the new policy's.
+
+    Both are compared with the trainer's scores, which see all preceding tokens, to 1e-4.
+    """
+    player = Player(sampler)
+    buffer = Buffer(player, groups=2, group_size=G, in_flight=6, min_ended=0.5)
+    prompts = in_fours()
+    first = buffer.play(prompts, KEY)
+    assert not first.stale_tokens.any()
+    left = buffer.episodes
+    begun = dict(zip([row_of(left, i) for i in range(len(left))], left.sampled_tokens, strict=True))
+    sampler.load(Weights.full(place(other_params(), MESH)))
+    sampler.policies += 1
+    prompts, both = in_fours(), 0  # responses are numbered anew
+    for _ in range(2):  # a third batch would have new responses to prompts of the first
+        played = buffer.play(prompts, KEY)
+        rollout, older = jax.device_get(played.rollout), played.stale_tokens
+        assert older.tolist() == [begun.get(row_of(played, i), 0) for i in range(len(older))]
+        ended = rollout.mask.sum(axis=1)
+        both += ((older > 0) & (older < ended)).sum()
+        by_old = np.arange(T)[None] < older[:, None]
+        for policy, own in ((weights(), by_old), (Weights.full(other_params()), ~by_old)):
+            here = own & rollout.mask
+            scores = np.asarray(trainers(policy, played.rollout).logprobs)
+            np.testing.assert_allclose(rollout.logprobs[here], scores[here], atol=1e-4)
+        known = (rollout.routes.experts >= 0).all(axis=(2, 3))
+        np.testing.assert_array_equal(known.sum(axis=1), rollout.prompt_lengths + ended - 1, "the routes are whole")
+    assert both, "some responses are begun by one policy and ended by the other"
+
+
+def test_a_buffer_goes_on_from_its_arrays(sampler):
+    """A buffer restored from the arrays that a checkpoint stores yields bitwise equal batches."""
+    player = Player(sampler)
+    settings = {"groups": 2, "group_size": G, "in_flight": 6, "min_ended": 0.5}
+    buffer = Buffer(player, **settings)
+    buffer.play(in_fours(), KEY)
+    left = buffer.episodes
+    saved = left.to_arrays(), left.texts.tolist(), left.records.tolist()
+    again = Buffer(player, **settings, episodes=Episodes.from_arrays(*saved))
+
+    sampler.policies += 1
+    a, b = (each.play(in_fours(), jax.random.key(9)) for each in (buffer, again))
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+    for name in HOST_COLUMNS:
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
+
+
+REPLY = [7, 8, 5]
+"""Reply tokens of the environment; the stop id 5 among them must not end the response."""
+
+
+def answer(prompts, responses, records):
+    """Reply where the last token hands over the turn, else return None."""
+    return [REPLY if response[-1] in GOES_ON else None for response in responses]
+
+
+def test_every_shard_gets_groups_of_all_ages(sampler, monkeypatch):
+    """Two shards: of six groups, the first shard gets the oldest, the third oldest and the fifth oldest."""
+    np.testing.assert_array_equal(spread_over_shards(np.array([1, 2, 4, 5, 7, 8]), 2), [1, 4, 7, 2, 5, 8])
+    player, calls = Player(sampler), []
+    resume = player.resume
+    monkeypatch.setattr(
+        player, "resume", lambda some, **how: calls.append(list(some.texts[::G])) or resume(some, **how)
+    )
+    buffer = Buffer(player, groups=2, group_size=G, in_flight=6, min_ended=0.5)
+    buffer.play(in_fours(), KEY)
+    assert calls[0] == [NAMES[i] for i in (0, 2, 4, 1, 3, 5)]
+
+
+def test_turns(sampler):
+    """Replies follow each turn; their tokens are in the mask and the routes, but not in the action mask."""
+    heard = []
+
+    def reply(prompts, responses, records):
+        heard.extend(zip(prompts, responses, [record["number"] for record in records], strict=True))
+        return answer(prompts, responses, records)
+
+    player = Player(sampler, reply=reply, max_turns=3)
+    played = player.answer(some(0, 6), jax.random.key(57))  # whose responses end in all four ways
+    rollout = jax.device_get(played.rollout)
+    assert set(played.turns) == {1, 2, 3}
+    kinds = set()
+    for i in range(12):
+        n = int(rollout.mask[i].sum())
+        tokens, own = rollout.tokens[i, :n].tolist(), rollout.action_mask[i, :n]
+        assert own[0] and not rollout.action_mask[i, n:].any() and not rollout.tokens[i, n:].any()
+        said = [t for t, drawn in zip(tokens, own, strict=True) if not drawn]
+        assert said == REPLY * (len(said) // 3)
+        turn = len(said) // 3 + 1
+        assert played.turns[i] == turn
+        stopped = tokens[-1] in (5, *GOES_ON) and own[-1]
+        no_room = tokens[-1] in GOES_ON and own[-1] and turn < 3
+        assert rollout.truncated[i] == (not stopped or no_room)
+        assert not no_room or n + 3 >= T
+        kinds.add("no room" if no_room else "cut" if not stopped else "last turn" if tokens[-1] in GOES_ON else "over")
+        asked = [h for h in heard if h[0] == NAMES[i // G] and h[1] == tokens[: len(h[1])]]
+        assert len(asked) >= turn - 1 and all(h[2] == str(i // G) for h in asked)
+    assert kinds == {"no room", "cut", "last turn", "over"}
+    drawn = rollout.action_mask
+    scores = np.asarray(trainers(weights(), played.rollout).logprobs)
+    np.testing.assert_allclose(rollout.logprobs[drawn], scores[drawn], atol=1e-4)
+    assert not rollout.logprobs[~drawn].any() and not rollout.behaviour_logprobs[~drawn].any()
+    known = (rollout.routes.experts >= 0).all(axis=(2, 3)).sum(axis=1)
+    np.testing.assert_array_equal(known, rollout.prompt_lengths + rollout.mask.sum(axis=1) - 1)
+
+
+@pytest.mark.slow
+def test_responses_begin_with_an_opening(sampler):
+    """Opening tokens are in the mask but are no actions, and the stop id among them does not end the response."""
+    rollout = jax.device_get(Player(sampler, opening=REPLY).answer(some(0, 12), KEY).rollout)
+    np.testing.assert_array_equal(rollout.tokens[:, :3], [REPLY] * 24)
+    np.testing.assert_array_equal(rollout.action_mask, rollout.mask & (np.arange(T) >= 3))
+    scores = np.asarray(trainers(weights(), rollout).logprobs)
+    np.testing.assert_allclose(rollout.logprobs[rollout.action_mask], scores[rollout.action_mask], atol=1e-4)
+    assert rollout.mask.sum(axis=1).min() < T, "responses can still end early"
+
+
+@pytest.mark.slow
+def test_turns_in_parts(sampler):
+    """Multi-turn episodes that are cut off and resumed equal those played to the end in one call."""
+    player = Player(sampler, reply=answer, max_turns=3)
+    whole = player.answer(some(0, 12), KEY)
+    buffer = Buffer(player, groups=2, group_size=G, in_flight=6, min_ended=0.5)
+    prompts = in_fours()
+    for _ in range(4):
+        played = buffer.play(prompts, KEY)
+        rows = [row_of(played, i) for i in range(4)]
+        np.testing.assert_array_equal(played.turns, whole.turns[rows])
+        for name in ("tokens", "action_mask", "truncated"):
+            expected = np.asarray(getattr(whole.rollout, name))[rows]
+            np.testing.assert_array_equal(getattr(played.rollout, name), expected)
+
+
+@pytest.mark.parametrize(
+    ("longest", "size", "want"), [(1, 16, 4), (4, 16, 4), (5, 16, 8), (13, 16, 16), (3, 6, 4), (5, 6, 6), (1, 1, 1)]
+)
+def test_prompts_and_prefixes_come_in_four_lengths(longest, size, want):
+    assert bucket(longest, size) == want
+
+
+def test_a_call_can_be_ended_before_and_in_the_midst_of_its_decode_steps(monkeypatch):
+    """By its `poll`; tests/rollout/test_decoder.py has the decoder that calls it."""
+
+    def decode(self, *inputs, poll, **options):
+        polls.append(self.poll_steps)
+        poll()
+
+    def poll() -> None:
+        polls.append(0)
+        if len(polls) == 3:
+            raise StopRequested
+
+    monkeypatch.setattr(PolledDecode, "__call__", decode)
+    polled, polls = make_sampler(poll_steps=2), []
+    polled.load(Weights.full(place(params(), MESH)))
+    polled.poll = poll
+    with pytest.raises(StopRequested):
+        polled(some(0, 6), KEY)
+    assert polls == [0, 2, 0]

@@ -1,0 +1,87 @@
+"""The TPU compiler takes the decoder as a run of Qwen3-30B-A3B executes it: in pieces that copy no cache and no log.
+
+Compiled ahead of time for a slice that is not attached, in its own process. To print the figures, and write the
+programs' texts to a folder:
+
+    export JAX_PLATFORMS=cpu
+    python -m tests.rollout.test_tpu_decode [FOLDER]
+"""
+
+import json
+import math
+import re
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import jax
+import pytest
+
+from gspo_jax import cli, plan
+from gspo_jax.planning import programs
+from gspo_jax.setup.checks import check
+from tests import ahead
+
+RECIPE, TARGET = "configs/qwen3_30b_a3b.py:16k_partial", "v5p:4x4x4"
+PIECES = ("begin_piece", "advance_piece", "shrink_piece")
+"""What is compiled: the first of each kind, without the one that writes the responses."""
+BYTES = {"bf16": 2, "f32": 4, "s32": 4, "s8": 1}
+
+
+def figures(folder=None):
+    """Return memory, largest copies and kernels of the recipe's pieces on one chip of TARGET, and those of reshard."""
+    config = cli.load_config(RECIPE)
+    setting, _, _ = plan.prepare(config, check(config), TARGET, slices=1, rates=None)
+    made = [*programs.make("reshard", setting.engine), *programs.make("sample_decode", setting.engine)[: len(PIECES)]]
+    found = {}
+    for name, program in zip(("reshard", *PIECES), made, strict=True):
+        start = time.perf_counter()
+        with jax.set_mesh(program.mesh):
+            compiled = program.trace().lower(lowering_platforms=("tpu",)).compile()
+        memory, text = compiled.memory_analysis(), compiled.as_text()
+        assert memory and text
+        if folder:
+            (Path(folder) / f"{name}.hlo").write_text(text)
+        found[name] = {
+            "compile_s": round(time.perf_counter() - start),
+            "peak_bytes": memory.peak_memory_in_bytes,
+            "temporaries": memory.temp_size_in_bytes,
+            "results": memory.output_size_in_bytes,
+            "copies": largest_copies(text),
+            "kernels": Counter(re.findall(r"%(grouped_\w+?)(?:_\d+)?[.\d]* = ", text)),
+        }
+    return found
+
+
+def largest_copies(text):
+    """Return the bytes of the largest array of each dtype that is copied: caches are bf16, logs f32 and s8."""
+    shapes = re.findall(r"= (\w+)\[([\d,]+)\]\S* (?:copy|copy-start)\(", text)
+    found = dict.fromkeys(BYTES, 0)
+    for dtype, shape in shapes:
+        if dtype in BYTES:
+            found[dtype] = max(found[dtype], BYTES[dtype] * math.prod(map(int, shape.split(","))))
+    return found
+
+
+@pytest.mark.slow
+@ahead.needs_libtpu
+def test_the_tpu_compiler_takes_the_decoder():
+    """24 slots of 16,384 tokens and prefixes of half as many fit on a chip, and loops update them where they are.
+
+    Resharding to the sampler holds no second copy of the weights either: temporaries stay near embedding plus head.
+    """
+    found = ahead.figures("tests.rollout.test_tpu_decode")
+    for name in PIECES:
+        assert found[name]["peak_bytes"] < 80e9
+        assert found[name]["copies"]["bf16"] < 2 * 2048 * 768, "no cache, and not even one expert's matrix"
+    advance, reshard = found["advance_piece"], found["reshard"]
+    assert advance["temporaries"] < 1e9, "the state is updated in place"
+    assert advance["copies"]["f32"] < 20e6 and advance["copies"]["s8"] < 20e6, "the log of routes least of all"
+    # Per layer one kernel for gate and up and one for down, in two branches: the likely number of rows and the worst.
+    assert advance["kernels"] == {"grouped_visits": 1 * 2, "grouped_matmul": 2 * 2}
+    assert reshard["temporaries"] < reshard["results"] / 3
+
+
+if __name__ == "__main__":
+    print(json.dumps(figures(*sys.argv[1:])))
