@@ -118,6 +118,9 @@ class Lease:
                 self._check()
                 self._holder = dataclasses.replace(self._holder, renewals=self._holder.renewals + 1)
                 _write(self._folder, self._holder)
+                if time.monotonic() - now > EXPIRES_S:  # suspended on the way: another run may have taken the lease
+                    (self._folder / LEASE).unlink()
+                    self._check()
                 self._confirmed = now
             except Exception as error:  # an hour without the bucket should not end a run
                 logging.warning("%s could not be renewed (%s); will retry", self._folder / LEASE, error)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -241,6 +242,21 @@ def test_a_lease_that_cannot_be_renewed_for_a_while_does_not_end_the_run(tmp_pat
         assert "could not be renewed (503); will retry" in caplog.text
         time.sleep(0.3)
     assert not (tmp_path / LEASE).exists()
+
+
+def test_a_run_suspended_while_it_renews_does_not_go_on(tmp_path, monkeypatch):
+    """Another run may have taken the lease and released it; one that still holds it ends too."""
+    monkeypatch.setattr(lease, "RENEWED_S", 0.01)
+    left, write = queue.Queue(), lease._write
+
+    def suspended(folder, holder):
+        write(folder, holder)
+        monkeypatch.setattr(lease, "EXPIRES_S", -1.0)
+
+    monkeypatch.setattr(exits, "leave", lambda code: left.put((code, (tmp_path / LEASE).exists())))
+    with hold(tmp_path):
+        monkeypatch.setattr(lease, "_write", suspended)
+        assert left.get(timeout=10) == (exits.TAKEN, False)
 
 
 def test_a_process_is_recognised_by_its_start():
