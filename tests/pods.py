@@ -31,10 +31,12 @@ def free_port() -> int:
         return unbound.getsockname()[1]
 
 
-def environment(count: int = 1, number: int = 0, port: int = 0) -> Mapping[str, str]:
+def environment(
+    count: int = 1, number: int = 0, port: int = 0, inherited: Mapping[str, str] = os.environ
+) -> Mapping[str, str]:
     """Return the environment of process `number` of `count`."""
     told = {"COORDINATOR_ADDRESS": f"localhost:{port}", "NUM_PROCESSES": str(count), "PROCESS_ID": str(number)}
-    return os.environ | ({} if count == 1 else {f"JAX_{name}": value for name, value in told.items()})
+    return {**inherited} | ({} if count == 1 else {f"JAX_{name}": value for name, value in told.items()})
 
 
 def train_flags(config: str, workdir: Path, settings: Mapping[str, object]) -> list[str]:
@@ -63,14 +65,14 @@ def undisturbed(folder: Path, data: Path) -> Path:
 class Pod:
     """The processes of a run and their output; leaving the `with` block kills them."""
 
-    def __init__(self, count: int, *words: str):
+    def __init__(self, count: int, *words: str, inherited: Mapping[str, str] = os.environ):
         """Start `count` processes of `python WORDS…`."""
         port = free_port()
         self.processes = [
             subprocess.Popen(
                 [sys.executable, *words],
                 cwd=ROOT,
-                env=environment(count, number, port),
+                env=environment(count, number, port, inherited),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

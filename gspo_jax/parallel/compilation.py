@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from absl import logging
-from jax._src import compilation_cache, lru_cache  # no public API decides what is kept, and how
+from jax._src import compilation_cache, compiler, distributed, lru_cache  # no public API decides what is kept, and how
 
 MAX_CACHE_BYTES = 2 * 2**30
 """Cache size above which the least recently used programs are removed."""
@@ -61,6 +61,26 @@ class SealedCache(lru_cache.LRUCache):
             super().put(key, value + _seal(key, value))
 
 
+_write_of_process_0 = compiler._cache_write
+
+
+def _write(key: str, seconds: float, name: str, backend: Any, program: Any) -> None:
+    """Store a compiled program from any process.
+
+    jax's own function stores those of process 0 only, but hosts have their own disks, and keys of simulated devices
+    differ by process. In a bucket, one writer is enough.
+    """
+    if distributed.global_state.process_id == 0:
+        _write_of_process_0(key, seconds, name, backend, program)
+    elif lru_cache._is_local_filesystem(str(jax.config.jax_compilation_cache_dir)) and (
+        seconds >= jax.config.jax_persistent_cache_min_compile_time_secs
+    ):
+        try:
+            compilation_cache.put_executable_and_time(key, name, program, backend, int(seconds))
+        except Exception as error:  # as jax: a full disk or a busy lock costs a compilation, not the run
+            logging.warning("the compiled program %s is not kept: %s", name, error)
+
+
 def _compiled_anew(key: str) -> bool:
     return key.startswith(_COMPILED_ANEW) and jax.default_backend() == "cpu" and jax.device_count() > 1
 
@@ -83,6 +103,7 @@ def use_cache() -> str | None:
     opened_with: Any = compilation_cache  # the module does not export the class
     if opened_with.LRUCache is not SealedCache:
         opened_with.LRUCache = SealedCache
+        compiler._cache_write = _write
         compilation_cache.reset_cache()  # a cache that jax already opened has no seals
     if jax.config.jax_compilation_cache_dir:
         return jax.config.jax_compilation_cache_dir

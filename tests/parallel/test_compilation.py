@@ -17,7 +17,7 @@ from jax._src import compilation_cache
 from gspo_jax.parallel import compilation
 from gspo_jax.parallel.compilation import CompileCounter
 from gspo_jax.planning import ahead
-from tests.pods import ROOT, assert_same_bits, train_flags
+from tests.pods import ROOT, Pod, assert_same_bits, train_flags
 
 COMPILE = """
 import json, jax, jax.numpy as jnp
@@ -26,6 +26,15 @@ folder, count = compilation.use_cache(), compilation.CompileCounter()
 found = jax.jit(lambda x: jnp.tanh(x @ x).sum())(jnp.ones((8, 8)))
 size = jax.config.jax_compilation_cache_max_size
 print(json.dumps([folder, size, count.programs > 0, count.cached > 0, float(found).hex()]))
+"""
+
+
+COMPILE_TOGETHER = f"""
+import sys
+from gspo_jax.parallel import processes
+processes.start()
+sys.stdout = sys.stderr  # nothing that process 1 prints is shown
+{COMPILE}
 """
 
 
@@ -165,6 +174,16 @@ def test_processes_at_once_and_other_places(tmp_path):
     assert result(own) == [str(tmp_path / "own"), -1, True, False, value]
     assert result(start(tmp_path, JAX_ENABLE_COMPILATION_CACHE="false")) == [None, -1, True, False, value]
     assert result(start(tmp_path / "file" / "below")) == [None, -1, True, False, value]
+
+
+@pytest.mark.faults
+def test_each_process_keeps_what_it_compiles(tmp_path):
+    """As hosts have disks of their own, and simulated devices have keys that differ by process."""
+    found = []
+    for _ in range(2):
+        with Pod(2, "-c", COMPILE_TOGETHER, inherited=environment(tmp_path)) as pod:
+            found.append([json.loads(said.splitlines()[-1])[2:4] for said in pod.finish(120)])
+    assert found == [[[True, False]] * 2, [[False, True]] * 2]
 
 
 def test_compiled_programs_are_counted_and_those_in_memory_are_not():
