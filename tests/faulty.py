@@ -5,7 +5,7 @@ the NUMBER-th time, it
 
 - `TERM`, `KILL` …: gets that signal, and goes on once it has noticed, if it ever does; `INTx2` …: gets it twice;
 - `group-INT` …: its whole process group does, launcher and all, as from a terminal;
-- `slow`: sleeps for three seconds, then and every time it reaches the point;
+- `slow`: sleeps for a second, then and every time it reaches the point;
 - `clock`: has its clock set back by five hours or ahead by nine, in turn, then and every time it reaches the point;
 - `power`: loses its power. What was not synced is lost, or cut where more was added to what was; checkpoints stay.
 
@@ -37,7 +37,7 @@ def inject(fault: str) -> None:
             return
         seen.append(name)
         if action == "slow" and len(seen) >= int(number):
-            time.sleep(3)
+            time.sleep(1)
         elif action == "clock" and len(seen) >= int(number):
             set_clock(hours=9 if len(seen) % 2 else -5)
         elif action == "power" and len(seen) == int(number):
