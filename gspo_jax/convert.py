@@ -1,15 +1,18 @@
 """Conversion of a model between Hugging Face format and an Orbax checkpoint, on the CPU, with tokenizer files.
 
     python -m gspo_jax.convert --from=HF_FOLDER --to=FOLDER
+    python -m gspo_jax.convert --from=MODEL.gguf --to=HF_FOLDER [--dtype=bfloat16]
     python -m gspo_jax.convert --from=FOLDER --to=HF_FOLDER [--dtype=bfloat16]
     python -m gspo_jax.convert --from=RUN_WITH_ADAPTERS --to=FOLDER [--merge]
 
 An Orbax folder has the parameters in `checkpoints/` and a config.json in Hugging Face format. The newest checkpoint of
 a run folder becomes a Hugging Face folder, which inference servers can load. A run with adapters becomes a `peft`
-folder of these alone or, with --merge, a model that has them in its weights.
+folder of these alone or, with --merge, a model that has them in its weights. A GGUF file, quantised or not, becomes a
+Hugging Face folder with its tokenizer; only one tensor at a time is in memory.
 """
 
 import json
+import math
 import shutil
 import sys
 from argparse import Namespace
@@ -19,16 +22,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, foreign
-from gspo_jax.data.tokenizer import FILES, Tokenizer
+from gspo_jax.data import gguf as gguf_tokenizer
+from gspo_jax.data.tokenizer import FILES, Tokenizer, check_vocabulary
 from gspo_jax.errors import UserError
 from gspo_jax.folder import storage
 from gspo_jax.folder.notes import fields_of, read_config
 from gspo_jax.folder.storage import CHECKPOINTS, RunFolder
-from gspo_jax.models import huggingface, int8, lora, peft, transformer
+from gspo_jax.models import gguf, huggingface, int8, lora, peft, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parser import make_parser
@@ -43,10 +48,10 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool
     """Write the model in `source` to the new folder `target` in the other format and return a summary.
 
     Args:
-      source: a Hugging Face folder, a converted folder or a run folder.
+      source: a Hugging Face folder, a converted folder, a run folder or a GGUF file.
       target: a missing or empty folder.
-      dtype: "float32" or "bfloat16". By default the source's, float32 for a run. Orbax keeps norms and routers in
-        float32.
+      dtype: "float32" or "bfloat16". By default the source's, float32 for a run or a GGUF file. Orbax keeps norms and
+        routers in float32.
       merge: merge a run's adapters into the weights.
 
     Raises:
@@ -54,10 +59,16 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool
     """
     if dtype not in (None, *DTYPES):
         raise UserError(f"dtype is {dtype!r}; use {' or '.join(DTYPES)}")
-    if not source.is_dir():
-        raise UserError(f"{source} is not a folder; give a Hugging Face folder, a converted folder or a run folder")
+    if not source.is_dir() and source.suffix != ".gguf":
+        raise UserError(
+            f"{source} is not a folder; give a Hugging Face folder, a converted folder, a run folder or a .gguf file"
+        )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists and is not an empty folder; give --to a new one")
+    if not source.is_dir():
+        if merge:
+            raise UserError(f"{source} is not a run and has no adapters to merge; leave out --merge")
+        return _convert_gguf(source, target, jnp.dtype(dtype or "float32"))
     if (source / CHECKPOINTS).is_dir():
         storage.find(source, flag="--from")
         storage.check_contents(source)
@@ -91,16 +102,37 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool
     if model.stops is not None:
         model.stops.save_stops(target)
     stored = "float32" if written == "peft" else json.loads((target / huggingface.CONFIG).read_text())["torch_dtype"]
-    kind = jnp.dtype(stored)
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    return _facts(source, target, written, model.config, jnp.dtype(stored), count)
+
+
+def _facts(
+    source: Path, target: Path, written: str, config: ModelConfig, dtype: np.dtype, parameters: int
+) -> dict[str, Any]:
     return {
         "from": str(source),
         "to": str(target),
         "format": written,
-        "model_type": huggingface.config_json(model.config, kind)["model_type"],
-        "dtype": kind.name,
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+        "model_type": huggingface.config_json(config, dtype)["model_type"],
+        "dtype": dtype.name,
+        "parameters": parameters,
         "bytes": sum(file.stat().st_size for file in target.rglob("*") if file.is_file()),
     }
+
+
+def _convert_gguf(source: Path, target: Path, dtype: np.dtype) -> dict[str, Any]:
+    """Write a Hugging Face folder. Everything is checked before anything is written."""
+    file = gguf.File(source)
+    config = huggingface.of_fields(source, gguf.config_fields(file))
+    tokenizer = gguf_tokenizer.read(source, file.metadata)
+    shapes = huggingface.tensor_shapes(config)
+    check_vocabulary(tokenizer, config.vocab_size)
+    interleaved = config.family == "llama"
+    tensors = gguf.tensors(file, shapes, head_dim=config.head_dim, interleaved=interleaved)
+    huggingface.write(target, config, shapes, tensors, dtype)
+    tokenizer.save(target)
+    Tokenizer.load(target)
+    return _facts(source, target, "huggingface", config, dtype, sum(map(math.prod, shapes.values())))
 
 
 class _Model(NamedTuple):

@@ -48,10 +48,11 @@ def _mixed_stacks(config: ModelConfig) -> tuple:
 @pytest.fixture
 def mixed_family(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register the family of `MIXED` for the test."""
+    attention = tensors.ATTENTION | tensors.HEAD_NORMS
     own = {
         "stacks": _mixed_stacks,
         "rules": lambda config, names: tensors.of_model(
-            config, tensors.ATTENTION | tensors.DENSE, tensors.ATTENTION | tensors.experts(names)
+            config, attention | tensors.DENSE, attention | tensors.experts(names)
         ),
     }
     monkeypatch.setitem(families.FAMILIES, "mixed", types.SimpleNamespace(**vars(qwen3) | own))

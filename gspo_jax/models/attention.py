@@ -1,4 +1,4 @@
-"""Grouped-query attention with normed queries and keys and rotary positions."""
+"""Grouped-query attention with rotary positions, and with normed queries and keys in some families."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,11 +32,11 @@ def rms_norm(x: Float[Array, "*b D"], scale: Float[Array, " D"], eps: float) -> 
     return (y * scale.reshape((1,) * (y.ndim - 1) + (-1,))).astype(x.dtype)
 
 
-def rope(x: Float[Array, "B N T h"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B N T h"]:
-    """Rotate pairs (x_i, x_{i+h/2}) by position · theta^(-2i/h) (arXiv 2104.09864, half-split layout)."""
-    half = x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions[:, None, :, None].astype(jnp.float32) * frequency.reshape(1, 1, 1, half)
+def rope(
+    x: Float[Array, "B N T h"], positions: Int[Array, "B T"], frequencies: Float[Array, " half"]
+) -> Float[Array, "B N T h"]:
+    """Rotate pairs (x_i, x_{i+h/2}) by position · frequency_i (arXiv 2104.09864, half-split layout)."""
+    angle = positions[:, None, :, None].astype(jnp.float32) * frequencies.reshape(1, 1, 1, -1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
@@ -112,10 +112,12 @@ class Attention(nnx.Module):
     """Grouped-query attention. Parameters have a leading layer axis. `__call__` gets one layer's slice.
 
     `norm(config, stack, axis, rngs=…)` makes the norm of heads [B, N, T, h] of queries (axis "heads") or keys
-    ("kv_heads").
+    ("kv_heads"). None: they are not normed.
     """
 
-    def __init__(self, config: ModelConfig, stack: Stack, *, norm: Callable[..., nnx.Module], rngs: nnx.Rngs):
+    def __init__(
+        self, config: ModelConfig, stack: Stack, *, norm: Callable[..., nnx.Module] | None = None, rngs: nnx.Rngs
+    ):
         L, D, h = stack.layers, config.hidden_size, config.head_dim
         queries, keys = config.num_heads * h, config.num_kv_heads * h
         self.config = config
@@ -124,17 +126,18 @@ class Attention(nnx.Module):
         self.k = parameter(rngs, (L, D, keys), ("layers", "embed", "kv_heads"))
         self.v = parameter(rngs, (L, D, keys), ("layers", "embed", "kv_heads"))
         self.o = parameter(rngs, (L, queries, D), ("layers", "heads", "embed"))
-        self.q_norm: Any = norm(config, stack, "heads", rngs=rngs)
-        self.k_norm: Any = norm(config, stack, "kv_heads", rngs=rngs)
+        self.q_norm: Any = norm and norm(config, stack, "heads", rngs=rngs)
+        self.k_norm: Any = norm and norm(config, stack, "kv_heads", rngs=rngs)
 
     def __call__(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], attend: Attend
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Return the attention output, and what `attend` kept."""
-        theta = self.config.rope_theta
+        frequencies = self.config.rope_frequencies()
         q, k, v = map(self._heads, project(self, ("q", "k", "v"), x))
-        q = rope(self.q_norm(q), positions, theta)
-        k = rope(self.k_norm(k), positions, theta)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = (rope(a, positions, frequencies) for a in (q, k))
         q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q, k, v))
         q = constrain(q, "batch", None, "heads", None)
         k, v = (constrain(a, "batch", None, "kv_heads", None) for a in (k, v))

@@ -1,6 +1,7 @@
 """Model shapes, stacks of equal layers, and the declaration of a parameter."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,12 +9,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float
 
 from gspo_jax.errors import UserError, choices
 from gspo_jax.parallel import mesh as mesh_lib
 
 FAMILIES: dict[str, Any] = {}
 """By file name. Filled by `models/families`."""
+
+
+def plain_frequencies(theta: float, head_dim: int) -> Float[Array, " half"]:
+    """Return theta^(-2i/h), i from 0 to h/2 - 1."""
+    half = head_dim // 2
+    return theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Rope:
+    """Rotary frequencies stretched for long contexts, as in Llama 3.1: f becomes f / `factor` below a band of
+    frequencies, stays above it, and is mixed linearly inside.
+    """
+
+    factor: float
+    low_freq_factor: float
+    """The band begins where `original_max_position_embeddings` positions are this many turns, …"""
+    high_freq_factor: float
+    """… and ends here."""
+    original_max_position_embeddings: int
+
+    def stretch(self, frequencies: Float[Array, " n"]) -> Float[Array, " n"]:
+        """Return the stretched frequencies."""
+        turns = frequencies * (self.original_max_position_embeddings / (2 * math.pi))
+        kept = jnp.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +65,7 @@ class ModelConfig:
     norm_topk_prob: bool = True
     """Make the chosen experts' probabilities sum to one."""
     rope_theta: float = 1e6
+    rope_scaling: Llama3Rope | None = None
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 40960
@@ -88,6 +117,11 @@ class ModelConfig:
     def expert_dtype(self) -> np.dtype:
         """The smallest signed integer dtype for expert ids and -1."""
         return np.min_scalar_type(-max(self.num_experts, 1))
+
+    def rope_frequencies(self) -> Float[Array, " half"]:
+        """Return the radians per position by which the pairs of a head turn."""
+        plain = plain_frequencies(self.rope_theta, self.head_dim)
+        return plain if self.rope_scaling is None else self.rope_scaling.stretch(plain)
 
     def check_mesh(self, sizes: dict[str, int]) -> None:
         """Raise a UserError if a mesh axis does not divide its dimension."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from gspo_jax import foreign
 from gspo_jax.errors import UserError
-from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.config import Llama3Rope, ModelConfig
 
 CONFIG = "config.json"
 
@@ -102,33 +102,50 @@ class ConfigJson:
           UserError: a size is missing, or the kind of rotary positions is not implemented.
         """
         ends = self.fields.get("eos_token_id", eos)
+        theta, scaling = self._rope()
         return {
             **{ours: self.size(theirs) for ours, theirs in _SIZES.items()},
             "num_kv_heads": self.size("num_key_value_heads", default=self.size("num_attention_heads")),
             "max_position_embeddings": self.size("max_position_embeddings", default=positions),
-            "rope_theta": self._rope_theta(),
+            "rope_theta": theta,
+            "rope_scaling": scaling,
             "rms_norm_eps": self.number("rms_norm_eps", self.fields.get("rms_norm_eps", eps)),
             "tie_word_embeddings": self.flag("tie_word_embeddings"),
             "eos_token_ids": token_ids(self.file, "eos_token_id", ends),
             "pad_token_id": token_id(self.file, "pad_token_id", self.fields.get("pad_token_id", pad)),
         }
 
-    def _rope_theta(self) -> float:
-        """Return the base from `rope_parameters` (transformers 5) before the top level (4)."""
-        theta = self.fields.get("rope_theta", 10000.0)
+    def _rope(self) -> tuple[float, Llama3Rope | None]:
+        """Return base and scaling from `rope_parameters` (transformers 5) before the top level (4)."""
+        theta, scaling = self.fields.get("rope_theta", 10000.0), None
         for field in ("rope_parameters", "rope_scaling"):
             rope = self.fields.get(field) or {}
-            if not isinstance(rope, dict) or not _is_plain_rope(rope):
-                supported = 'only rope_type "default", one for all layers, on the whole head'
+            kind = rope.get("rope_type", rope.get("type", "default")) if _is_for_whole_heads(rope) else None
+            if kind not in ("default", "llama3"):
+                supported = 'only rope_type "default" and "llama3", one for all layers, on the whole head'
                 raise UserError(f"{self.file}: {field} is {_shown(rope)}; supported: {supported}")
             theta = rope.get("rope_theta", theta)
-        return self.number("rope_theta", theta)
+            scaling = self._llama3(rope) if kind == "llama3" else scaling
+        return self.number("rope_theta", theta), scaling
+
+    def _llama3(self, rope: Mapping[str, Any]) -> Llama3Rope:
+        inside = ConfigJson(self.file, {**rope, "model_type": "llama3"})
+        names = ("factor", "low_freq_factor", "high_freq_factor")
+        numbers = {name: inside.number(name, rope.get(name)) for name in names}
+        if numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
+            low, high = numbers["low_freq_factor"], numbers["high_freq_factor"]
+            raise UserError(
+                f"{self.file}: low_freq_factor {low:g} is not below high_freq_factor {high:g}; correct them"
+            )
+        positions = inside.size("original_max_position_embeddings")
+        return Llama3Rope(**numbers, original_max_position_embeddings=positions)
 
 
-def _is_plain_rope(rope: Mapping[str, Any]) -> bool:
-    plain = rope.get("rope_type", rope.get("type", "default")) == "default"
-    per_layer = any(isinstance(value, dict) for value in rope.values())
-    return plain and not per_layer and rope.get("partial_rotary_factor", 1) == 1
+def _is_for_whole_heads(rope: Any) -> bool:
+    """Return True for one kind of rotation for all layers and dimensions."""
+    if not isinstance(rope, dict):
+        return False
+    return not any(isinstance(value, dict) for value in rope.values()) and rope.get("partial_rotary_factor", 1) == 1
 
 
 def token_id(file: pathlib.Path, field: str, value: Any) -> int | None:
@@ -146,13 +163,14 @@ def token_ids(file: pathlib.Path, field: str, value: Any) -> tuple[int, ...]:
 
 def common_fields(config: ModelConfig) -> dict[str, Any]:
     """Return the config.json fields that families write alike, for transformers from 4.51 on."""
-    eos = list(config.eos_token_ids)
+    eos, scaling = list(config.eos_token_ids), config.rope_scaling
+    rope = {"rope_type": "default"} if scaling is None else {"rope_type": "llama3"} | dataclasses.asdict(scaling)
     return {theirs: getattr(config, ours) for ours, theirs in _SIZES.items()} | {
         "num_key_value_heads": config.num_kv_heads,
         "max_position_embeddings": config.max_position_embeddings,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_scaling": scaling and rope,
+        "rope_parameters": rope | {"rope_theta": config.rope_theta},
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.tie_word_embeddings,
         "hidden_act": "silu",

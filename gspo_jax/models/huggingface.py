@@ -4,6 +4,7 @@ Each process reads only the slices that its devices hold. Not here: the tokenize
 full attention with plain RoPE. Unimplemented features are refused by name, never ignored.
 """
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -21,14 +22,13 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
-from safetensors.numpy import save_file
 
 from gspo_jax.errors import UserError
 from gspo_jax.models import families, int8
 from gspo_jax.models.config import ModelConfig, by_path, dotted
 from gspo_jax.models.config_json import CONFIG, ConfigJson, Path, read_json
 from gspo_jax.models.matrices import SCALE
-from gspo_jax.models.tensors import INDEX, WEIGHTS, Checkpoint, Rule
+from gspo_jax.models.tensors import INDEX, WEIGHTS, Checkpoint, Rule, write_file
 from gspo_jax.models.transformer import Base, abstract
 from gspo_jax.parallel import mesh as mesh_lib
 
@@ -42,7 +42,13 @@ def read_config(folder: Path) -> ModelConfig:
     file = pathlib.Path(folder) / CONFIG
     if not file.parent.is_dir():
         raise UserError(f"{folder} is not a folder; download the Hugging Face checkpoint and give its local folder")
-    fields = read_json(file, f"{file} does not exist; a Hugging Face folder has a {CONFIG} beside its safetensors")
+    return of_fields(
+        file, read_json(file, f"{file} does not exist; a Hugging Face folder has a {CONFIG} beside its safetensors")
+    )
+
+
+def of_fields(file: pathlib.Path, fields: Mapping[str, Any]) -> ModelConfig:
+    """Return the model that the fields of a config.json describe, which come from `file`. Raise as `read_config`."""
     source = ConfigJson(file, {**fields, "model_type": fields.get("model_type")})
     source.check({"model_type": tuple(families.MODEL_TYPES)})
     return families.MODEL_TYPES[source.fields["model_type"]].read(source)
@@ -51,6 +57,12 @@ def read_config(folder: Path) -> ModelConfig:
 def config_json(config: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
     """Return config.json fields for transformers from 4.51 on and 5."""
     return families.of(config).write(config) | {"torch_dtype": dtype.name}
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of a checkpoint by name, layer by layer."""
+    leaves = by_path(abstract(config)[1])
+    return {name: rule.shape(leaves[path].shape) for name, path, rule, _ in _entries(config, leaves)}
 
 
 def with_dtype(shapes: nnx.State, dtype: np.dtype) -> nnx.State:
@@ -140,13 +152,25 @@ def save(
     Raises:
       UserError: `folder` is a file.
     """
-    folder = pathlib.Path(folder).absolute()
     leaves = by_path(params)
     kind = jnp.dtype(leaves["embed"].dtype if dtype is None else dtype)
     entries = _entries(config, leaves)
-    sizes = [math.prod(rule.shape(leaves[path].shape)) * kind.itemsize for _, path, rule, _ in entries]
+    write(folder, config, tensor_shapes(config), _tensors(entries, leaves), kind, max_shard_bytes=max_shard_bytes)
+
+
+def write(
+    folder: Path,
+    config: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Iterator[tuple[str, np.ndarray]],
+    dtype: np.dtype,
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write a folder as `save`, from tensors in the order of `shapes`, of which one at a time is in memory."""
+    folder = pathlib.Path(folder).absolute()
+    sizes = [math.prod(shape) * dtype.itemsize for shape in shapes.values()]
     shards = _shards(sizes, max_shard_bytes)
-    tensors = _tensors(entries, leaves, kind)
     is_writer = jax.process_index() == 0
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; give a folder to save the model in")
@@ -156,16 +180,19 @@ def save(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     try:
-        weight_map: dict[str, str] = {}
+        names, weight_map = iter(shapes), {}
         for i, count in enumerate(shards):
             file = WEIGHTS if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-            shard = dict(itertools.islice(tensors, count))
-            weight_map |= dict.fromkeys(shard, file)
+            own = {name: shapes[name] for name in itertools.islice(names, count)}
+            weight_map |= dict.fromkeys(own, file)
+            part = itertools.islice(tensors, count)
             if is_writer:
-                save_file(shard, temporary / file, metadata={"format": "pt"})
+                write_file(temporary / file, own, part, dtype)
+            else:
+                collections.deque(part, maxlen=0)  # takes part in the gathering
         if is_writer:
             index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
-            texts = {CONFIG: config_json(config, kind)} | ({INDEX: index} if len(shards) > 1 else {})
+            texts = {CONFIG: config_json(config, dtype)} | ({INDEX: index} if len(shards) > 1 else {})
             for name, value in texts.items():
                 (temporary / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
             _publish(temporary, folder)
@@ -178,7 +205,7 @@ def save(
 _Entry = tuple[str, str, Rule, tuple[int, ...]]  # (their name, our path, its rule, index into our leading axes)
 
 
-def _entries(config: ModelConfig, params: Mapping[str, jax.Array]) -> list[_Entry]:
+def _entries(config: ModelConfig, params: Mapping[str, Any]) -> list[_Entry]:
     """Sort tensors by layer: reading a few layers then opens few files."""
     entries = [
         (name, path, rule, at)
@@ -198,21 +225,19 @@ def _shards(sizes: list[int], limit: int) -> list[int]:
     return counts
 
 
-def _tensors(entries: list[_Entry], params: Mapping[str, Any], dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(entries: list[_Entry], params: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Gather one layer of one parameter at a time."""
     for (path, layer), group in itertools.groupby(entries, key=lambda entry: (entry[1], entry[3][:1])):
         value = jax.lax.dynamic_index_in_dim(params[path], layer[0], keepdims=False) if layer else params[path]
         if not value.is_fully_addressable:
             value = multihost_utils.process_allgather(value, tiled=True)
-        whole = np.asarray(value).astype(dtype)
+        whole = np.asarray(value)
         for name, _, rule, at in group:
-            yield name, np.ascontiguousarray(rule.to_theirs(whole[at[1:]]))
+            yield name, rule.to_theirs(whole[at[1:]])
 
 
 def _publish(temporary: pathlib.Path, folder: pathlib.Path) -> None:
     """Move a finished folder into place, replacing only an old checkpoint."""
-    for file in temporary.iterdir():
-        shutil.copymode(temporary / CONFIG, file)  # safetensors makes its files private
     if not folder.exists():
         temporary.rename(folder)
         return

@@ -3,9 +3,11 @@
 import contextlib
 import dataclasses
 import itertools
+import json
 import math
 import pathlib
 import re
+import struct
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
@@ -126,11 +128,14 @@ ATTENTION = {
     "attention.k": Rule(_LAYER + "self_attn.k_proj.weight", "L D H -> H D"),
     "attention.v": Rule(_LAYER + "self_attn.v_proj.weight", "L D H -> H D"),
     "attention.o": Rule(_LAYER + "self_attn.o_proj.weight", "L H D -> D H"),
-    "attention.q_norm.scale": Rule(_LAYER + "self_attn.q_norm.weight", "L h -> h"),
-    "attention.k_norm.scale": Rule(_LAYER + "self_attn.k_norm.weight", "L h -> h"),
     "mlp_norm": Rule(_LAYER + "post_attention_layernorm.weight", "L D -> D"),
 }
-"""Norms, and grouped-query attention with normed queries and keys."""
+"""Grouped-query attention, and the norms of a layer."""
+
+HEAD_NORMS = {
+    "attention.q_norm.scale": Rule(_LAYER + "self_attn.q_norm.weight", "L h -> h"),
+    "attention.k_norm.scale": Rule(_LAYER + "self_attn.k_norm.weight", "L h -> h"),
+}
 
 DENSE = {
     "mlp.gate": Rule(_LAYER + "mlp.gate_proj.weight", "L D F -> F D"),
@@ -270,3 +275,27 @@ class Checkpoint:
         found = part[window]
         self._read += len(found) * math.prod(part.get_shape()[1:]) * found.itemsize  # pages hold whole rows
         return found
+
+
+_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def write_file(
+    file: pathlib.Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Iterator[tuple[str, np.ndarray]],
+    dtype: np.dtype,
+) -> None:
+    """Write a safetensors file from tensors in the order of `shapes`. Unlike the library's, it holds one at a time."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _DTYPES[dtype.name], "shape": list(shape), "data_offsets": [begin, end]}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    with open(file, "wb") as out:
+        out.write(struct.pack("<Q", len(header)) + header)
+        for (name, shape), (given, value) in zip(shapes.items(), tensors, strict=True):
+            assert (given, value.shape) == (name, shape)
+            out.write(np.ascontiguousarray(value, dtype).view(np.uint8).data)

@@ -1,4 +1,4 @@
-"""Write the golden data: five tiny random Hugging Face checkpoints and what transformers computes with them.
+"""Write the golden data: seven tiny random Hugging Face checkpoints and what transformers computes with them.
 
     python tests/golden/make_golden.py            # from the repository root; rewrites the folders beside this file
     python tests/golden/make_golden.py olmoe      # this one only
@@ -9,9 +9,9 @@ folder is a real `save_pretrained` folder plus `reference.npz`:
     logits [B,T,V] float32  of the eager forward
     lengths [B] int32       how many of a row's ids make a prompt
     greedy [B,64] int32     the greedy continuation of each prompt, which EOS does not stop
-The five cover: two families; norm_topk_prob true and false; experts as one tensor each in one file, and fused in a
-sharded checkpoint with an index; head tied and untied. Norm weights are pushed away from 1, so that a forgotten scale
-shows.
+The seven cover: three families; norm_topk_prob true and false; experts as one tensor each in one file, and fused in a
+sharded checkpoint with an index; head tied and untied; rotary positions plain and Llama 3's. Norm weights are pushed
+away from 1, so that a forgotten scale shows.
 
 A seed is taken only if rounding cannot change the answer: along the greedy path the best logit leads the second by more
 than `MIN_GAP`, and everywhere the last chosen expert leads the first rejected one by more than `MIN_ROUTER_GAP`.
@@ -78,6 +78,19 @@ MODELS = {
         transformers.Qwen3ForCausalLM,
         {"num_hidden_layers": 2, "tie_word_embeddings": True, "eos_token_id": 1,
          "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        {},
+    ),
+    "llama": (  # the band of mixed frequencies lies inside the head's
+        transformers.LlamaForCausalLM,
+        {"num_hidden_layers": 3, "tie_word_embeddings": False, "eos_token_id": [1, 2],
+         "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+                             "high_freq_factor": 4.0, "original_max_position_embeddings": 32}},
+        {},
+    ),
+    "llama_tied": (  # heads are hidden_size / num_attention_heads wide
+        transformers.LlamaForCausalLM,
+        {"num_hidden_layers": 2, "tie_word_embeddings": True, "eos_token_id": 1, "head_dim": None,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}},
         {},
     ),
 }  # fmt: skip

@@ -19,13 +19,15 @@ from safetensors.numpy import load_file, save_file
 
 from gspo_jax.errors import UserError
 from gspo_jax.models import huggingface, tensors
-from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.config import Llama3Rope, ModelConfig
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from tests.tiny import MIXED, load_model, mixed_family, params, save_model  # noqa: F401
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
-NAMES = ("qwen3_moe", "qwen3_moe_fused", "qwen3", "qwen3_tied", "olmoe")
+NAMES = ("qwen3_moe", "qwen3_moe_fused", "qwen3", "qwen3_tied", "olmoe", "llama", "llama_tied")
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
 
 
 @functools.cache
@@ -140,7 +142,17 @@ def test_config() -> None:
             rms_norm_eps=1e-5,
             eos_token_ids=(1,),
         ),
-    }
+        "llama": ModelConfig(
+            **common, family="llama", rope_theta=1e4, eos_token_ids=(1, 2),
+            rope_scaling=Llama3Rope(
+                factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+            ),
+        ),
+        "llama_tied": ModelConfig(
+            **common | {"num_layers": 2, "head_dim": 12}, family="llama", rope_theta=1e5, tie_word_embeddings=True,
+            eos_token_ids=(1,),
+        ),
+    }  # fmt: skip
     assert {name: huggingface.read_config(GOLDEN / name) for name in NAMES} == expected
 
 
@@ -166,6 +178,9 @@ def test_config() -> None:
         ("qwen3", {"eos_token_id": None}, {"eos_token_ids": ()}),
         ("qwen3", {"sliding_window": 4096, "use_sliding_window": False}, {}),
         ("olmoe", {"head_dim": ..., "rope_parameters": ..., "rope_theta": 1e4, "rope_scaling": None}, {}),
+        ("llama_tied", {"head_dim": ..., "rope_parameters": ..., "rope_theta": 1e5, "mlp_bias": ...}, {}),
+        ("llama", {"rope_parameters": ..., "rope_scaling": {k: v for k, v in LLAMA3.items() if "theta" not in k}}, {}),
+        ("llama", {"rope_parameters": ..., "eos_token_id": ...}, {"rope_scaling": None, "eos_token_ids": (2,)}),
         ("olmoe", {"norm_topk_prob": True, "eos_token_id": ..., "pad_token_id": ...},
          {"norm_topk_prob": True, "eos_token_ids": (50279,), "pad_token_id": 1}),
     ],
@@ -281,6 +296,7 @@ MESHES = [
     ("qwen3_moe_fused", {"fsdp": 4, "tensor": 2}, {}),
     ("qwen3_moe_fused", {"fsdp": 4, "tensor": 2}, {"embed": ()}),
     ("qwen3", {"data": 2, "fsdp": 2, "tensor": 2}, {}),
+    ("llama", {"data": 2, "fsdp": 2, "tensor": 2}, {}),
     ("olmoe", {"fsdp": 2, "expert": 2, "tensor": 2}, {}),
     # head_dim, the minor half of a joined dimension, is sharded by no rule of ours, but the reader must allow for it
     ("qwen3_tied", {"data": 2, "fsdp": 2, "tensor": 2}, {"head_dim": ("data",), "layers": ("fsdp",), "embed": ()}),
@@ -351,7 +367,7 @@ def test_interrupted_save_leaves_things_as_they_were(
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(huggingface, "save_file", full)
+    monkeypatch.setattr(huggingface, "write_file", full)
     for target in (folder, tmp_path / "new"):
         with pytest.raises(OSError, match="no space"):
             save_model(*loaded("qwen3"), target)
@@ -392,13 +408,21 @@ def put(name: str, value: np.ndarray) -> Callable[[pathlib.Path], None]:
 
 DEFAULT = {"rope_type": "default", "rope_theta": 1e6}
 REFUSALS: dict[str, tuple[str, Callable[[pathlib.Path], Any], str]] = {
-    "model_type": ("qwen3", config_edit(model_type="llama"),
-                   'config.json: model_type is "llama"; supported: only "olmoe" and "qwen3" and "qwen3_moe"'),
+    "model_type": ("qwen3", config_edit(model_type="mistral"),
+                   'config.json: model_type is "mistral"; supported: only "llama" and "olmoe" and "qwen3" and "qwen3_moe"'),
     "no model_type": ("qwen3", config_edit(model_type=...), "model_type is null; supported"),
     "rope scaling": ("qwen3", config_edit(rope_parameters=..., rope_scaling={"rope_type": "yarn", "factor": 4.0}),
                      'rope_scaling is {"rope_type": "yarn", "factor": 4.0}; supported: only rope_type "default"'),
     "rope scaling 5": ("qwen3", config_edit(rope_parameters=DEFAULT | {"rope_type": "linear"}), "rope_parameters is"),
     "rope, old key": ("qwen3", config_edit(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_scaling is"),
+    "rope, upside down": ("llama", config_edit(rope_parameters=LLAMA3 | {"low_freq_factor": 8.0}),
+                          "config.json: low_freq_factor 8 is not below high_freq_factor 4; correct them"),
+    "rope without a factor": ("llama", config_edit(rope_parameters=LLAMA3 | {"factor": None}), "factor is null; it must"),
+    "rope without positions": ("llama", config_edit(rope_parameters={k: v for k, v in LLAMA3.items() if "max" not in k}),
+                               "original_max_position_embeddings is missing"),
+    "a Llama's bias": ("llama", config_edit(attention_bias=True), "attention_bias is true; supported: only false"),
+    "a Llama's other bias": ("llama", config_edit(mlp_bias=True), "mlp_bias is true; supported: only false"),
+    "pairs side by side": ("llama", config_edit(rope_interleaved=True), "rope_interleaved is true; supported: only"),
     "rope per layer": ("qwen3", config_edit(rope_parameters={"full_attention": DEFAULT}), "rope_parameters is"),
     "partial rope": ("qwen3", config_edit(rope_parameters=DEFAULT | {"partial_rotary_factor": 0.5}), "rope_parameters"),
     "partial rope 4": ("qwen3", config_edit(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; supported"),

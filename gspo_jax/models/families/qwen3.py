@@ -82,7 +82,7 @@ def stacks(config: ModelConfig, norm: Callable[..., nnx.Module] = HeadNorm) -> t
 def rules(config: ModelConfig, names: Container[str]) -> dict[str, tensors.Rule]:
     """Return the checkpoint tensors of every parameter, by path."""
     feed_forward = tensors.experts(names) if config.is_routed else tensors.DENSE
-    return tensors.of_model(config, tensors.ATTENTION | feed_forward)
+    return tensors.of_model(config, tensors.ATTENTION | tensors.HEAD_NORMS | feed_forward)
 
 
 def _shape(layers: int, hidden: int, heads: tuple[int, int], wide: int, *, tied: bool = False) -> ModelConfig:
