@@ -25,7 +25,7 @@ def _split(digits: str) -> list[Any]:
     return [pre_tokenizers.Split(pattern, "isolated"), bytes_of]
 
 
-def _pre_tokenizers(kind: str) -> list[Any] | None:
+def _pre_tokenizers(kind: Any) -> list[Any] | None:
     """Return the steps named by `tokenizer.ggml.pre`, None if they are not known here."""
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     match kind:
@@ -40,73 +40,97 @@ def _pre_tokenizers(kind: str) -> list[Any] | None:
     return None
 
 
+class _Refusal(Exception):
+    """What is wrong with the metadata, and the remedy."""
+
+    def __init__(self, what: str, remedy: str = "download it again"):
+        super().__init__(f"{what}; {remedy}")
+
+
 def read(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     """Return a GGUF file's tokenizer.
 
     Raises:
       UserError: another kind than byte-level BPE, an unknown split into words, or inconsistent tokens.
     """
+    prefix = "tokenizer."
+    facts = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    try:
+        return _tokenizer(facts)
+    except _Refusal as error:
+        raise UserError(f"{path} {error}") from None
 
-    def refuse(what: str, remedy: str = "download it again") -> Any:
-        raise UserError(f"{path} {what}; {remedy}")
 
-    facts = {key.removeprefix("tokenizer."): value for key, value in metadata.items() if key.startswith("tokenizer.")}
+def _tokenizer(facts: Mapping[str, Any]) -> Tokenizer:
+    tokens = _list(facts, "ggml.tokens")
+    if not tokens or not all(isinstance(token, str) for token in tokens):
+        raise _Refusal("has no list of tokens")
+    ids = _special_ids(facts, len(tokens))
+    template = facts.get("chat_template")
+    if template is not None and not isinstance(template, str):
+        raise _Refusal("has a chat template that is no text")
+    named = {name: tokens[index] for name, index in ids.items()}
+    backend = _backend(facts, tokens)
+    if facts.get("ggml.add_bos_token") and "bos" in ids:
+        backend.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+            single=f"{named['bos']} $A", pair=f"{named['bos']} $A $B", special_tokens=[(named["bos"], ids["bos"])]
+        )
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "bos_token": named.get("bos"),
+        "eos_token": named["eos"],
+        "unk_token": named.get("unknown"),
+        "pad_token": named.get("padding"),
+        "chat_template": template,
+    }
+    return Tokenizer(backend, eos_ids=[ids["eos"]], pad_id=ids.get("padding", ids["eos"]), settings=settings)
+
+
+def _special_ids(facts: Mapping[str, Any], count: int) -> dict[str, int]:
+    found = {name: facts.get(f"ggml.{name}_token_id") for name in ("bos", "eos", "unknown", "padding")}
+    ids = {name: index for name, index in found.items() if index is not None}
+    for name, index in ids.items():
+        if not isinstance(index, int) or not 0 <= index < count:
+            raise _Refusal(f"has {index!r:.100} as the id of its {name} token, outside its {count} tokens")
+    if "eos" not in ids:
+        raise _Refusal("names no end-of-sequence token")
+    return ids
+
+
+def _backend(facts: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.Tokenizer:
     kind, words = facts.get("ggml.model"), facts.get("ggml.pre", "default")
     if kind != "gpt2":
-        refuse(f"has a tokenizer of the kind {kind!r:.100}", "supported: gpt2, that is byte-level BPE")
-    steps = _pre_tokenizers(words) if isinstance(words, str) else None
+        raise _Refusal(f"has a tokenizer of the kind {kind!r:.100}", "supported: gpt2, that is byte-level BPE")
+    steps = _pre_tokenizers(words)
     if steps is None:
-        refuse(f"splits text into words as {words!r:.100}", "supported: smollm, llama-bpe, qwen2 and gpt-2")
-    tokens, merges, types = (_texts(facts, name) for name in ("ggml.tokens", "ggml.merges", "ggml.token_type"))
-    types = types or [_NORMAL] * len(tokens)
-    if not tokens or len(types) != len(tokens) or not all(isinstance(token, str) for token in tokens):
-        refuse(f"has {len(tokens)} tokens and types of {len(types)}")
+        raise _Refusal(f"splits text into words as {words!r:.100}", "supported: smollm, llama-bpe, qwen2 and gpt-2")
+    types = _list(facts, "ggml.token_type") or [_NORMAL] * len(tokens)
+    if len(types) != len(tokens):
+        raise _Refusal(f"has {len(tokens)} tokens and types of {len(types)}")
     kept = {token: i for i, token in enumerate(tokens) if types[i] != _UNUSED}
-    if len(kept) != sum(kind != _UNUSED for kind in types):
-        refuse("has two tokens of one text")
-    pairs = [tuple(merge.split(" ")) for merge in merges if isinstance(merge, str)]
-    if len(pairs) != len(merges) or not all(len(pair) == 2 for pair in pairs):
-        refuse("has merges that are no pairs")
-    ids = {name: facts.get(f"ggml.{name}_token_id") for name in ("bos", "eos", "unknown", "padding")}
-    for name, index in ids.items():
-        if index is not None and not (isinstance(index, int) and 0 <= index < len(tokens)):
-            refuse(f"has {index!r:.100} as the id of its {name} token, outside its {len(tokens)} tokens")
-    if ids["eos"] is None:
-        refuse("names no end-of-sequence token")
+    if len(kept) != len(types) - types.count(_UNUSED):
+        raise _Refusal("has two tokens of one text")
+    pairs = [tuple(merge.split(" ")) for merge in _list(facts, "ggml.merges") if isinstance(merge, str)]
+    if not all(len(pair) == 2 for pair in pairs):
+        raise _Refusal("has merges that are no pairs")
     try:
         model = models.BPE(kept, pairs, ignore_merges=words.startswith("llama"))  # type: ignore[arg-type]
     except Exception as error:  # the library's own, of no type
-        refuse(f"has merges outside its vocabulary ({error!s:.200})")
+        raise _Refusal(f"has merges outside its vocabulary ({error!s:.200})") from error
     backend = tokenizers.Tokenizer(model)
     if words == "qwen2":
         backend.normalizer = normalizers.NFC()  # type: ignore[assignment]
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)  # type: ignore[assignment]
     backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    special = [token for token, kind in zip(tokens, types, strict=True) if kind in (_UNKNOWN, _CONTROL)]
-    backend.add_special_tokens([tokenizers.AddedToken(token, normalized=False, special=True) for token in special])
-    defined = [token for token, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED]
-    backend.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in defined])
-    named = {name: None if index is None else tokens[index] for name, index in ids.items()}
-    if facts.get("ggml.add_bos_token") and named["bos"]:
-        backend.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
-            single=f"{named['bos']} $A", pair=f"{named['bos']} $A $B", special_tokens=[(named["bos"], ids["bos"])]
-        )
-    template = facts.get("chat_template")
-    if template is not None and not isinstance(template, str):
-        refuse("has a chat template that is no text")
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "bos_token": named["bos"],
-        "eos_token": named["eos"],
-        "unk_token": named["unknown"],
-        "pad_token": named["padding"],
-        "chat_template": template,
-    }
-    pad = ids["eos"] if ids["padding"] is None else ids["padding"]
-    return Tokenizer(backend, eos_ids=[ids["eos"]], pad_id=pad, settings=settings)
+    for token, kind in zip(tokens, types, strict=True):
+        if kind in (_UNKNOWN, _CONTROL):
+            backend.add_special_tokens([tokenizers.AddedToken(token, normalized=False, special=True)])
+        elif kind == _USER_DEFINED:
+            backend.add_tokens([tokenizers.AddedToken(token, normalized=False)])
+    return backend
 
 
-def _texts(facts: Mapping[str, Any], name: str) -> Sequence[Any]:
+def _list(facts: Mapping[str, Any], name: str) -> list[Any]:
     value = facts.get(name, [])
     return value if isinstance(value, list) else []

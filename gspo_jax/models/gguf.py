@@ -12,7 +12,7 @@ import re
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -91,7 +91,7 @@ class File:
             shape = (1, self._blocks(tensor)[0])
             self.read(dataclasses.replace(tensor, shape=shape))
 
-    def _refuse(self, what: str, remedy: str = "download it again") -> Any:
+    def _refuse(self, what: str, remedy: str = "download it again") -> NoReturn:
         raise UserError(f"{self.path} {what}; {remedy}")
 
     def _take(self, size: int) -> bytes:
@@ -113,7 +113,7 @@ class File:
         try:
             return self._take(self._number("Q")).decode()
         except UnicodeDecodeError:
-            return self._refuse("has text that is not UTF-8")
+            self._refuse("has text that is not UTF-8")
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:

@@ -26,8 +26,8 @@ from tests.tiny import MIXED, load_model, mixed_family, params, save_model  # no
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 NAMES = ("qwen3_moe", "qwen3_moe_fused", "qwen3", "qwen3_tied", "olmoe", "llama", "llama_tied")
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 32}  # fmt: skip
+NUMBERS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = NUMBERS | {"rope_type": "llama3", "rope_theta": 1e4, "original_max_position_embeddings": 32}
 
 
 @functools.cache
@@ -409,7 +409,7 @@ def put(name: str, value: np.ndarray) -> Callable[[pathlib.Path], None]:
 DEFAULT = {"rope_type": "default", "rope_theta": 1e6}
 REFUSALS: dict[str, tuple[str, Callable[[pathlib.Path], Any], str]] = {
     "model_type": ("qwen3", config_edit(model_type="mistral"),
-                   'config.json: model_type is "mistral"; supported: only "llama" and "olmoe" and "qwen3" and "qwen3_moe"'),
+                   'model_type is "mistral"; supported: only "llama" and "olmoe" and "qwen3" and "qwen3_moe"'),
     "no model_type": ("qwen3", config_edit(model_type=...), "model_type is null; supported"),
     "rope scaling": ("qwen3", config_edit(rope_parameters=..., rope_scaling={"rope_type": "yarn", "factor": 4.0}),
                      'rope_scaling is {"rope_type": "yarn", "factor": 4.0}; supported: only rope_type "default"'),
@@ -417,8 +417,8 @@ REFUSALS: dict[str, tuple[str, Callable[[pathlib.Path], Any], str]] = {
     "rope, old key": ("qwen3", config_edit(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_scaling is"),
     "rope, upside down": ("llama", config_edit(rope_parameters=LLAMA3 | {"low_freq_factor": 8.0}),
                           "config.json: low_freq_factor 8 is not below high_freq_factor 4; correct them"),
-    "rope without a factor": ("llama", config_edit(rope_parameters=LLAMA3 | {"factor": None}), "factor is null; it must"),
-    "rope without positions": ("llama", config_edit(rope_parameters={k: v for k, v in LLAMA3.items() if "max" not in k}),
+    "rope without a factor": ("llama", config_edit(rope_parameters=LLAMA3 | {"factor": None}), "factor is null; it"),
+    "rope without positions": ("llama", config_edit(rope_parameters={"rope_type": "llama3"} | NUMBERS),
                                "original_max_position_embeddings is missing"),
     "a Llama's bias": ("llama", config_edit(attention_bias=True), "attention_bias is true; supported: only false"),
     "a Llama's other bias": ("llama", config_edit(mlp_bias=True), "mlp_bias is true; supported: only false"),
