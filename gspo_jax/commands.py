@@ -252,14 +252,14 @@ COMMANDS: dict[str, Command] = {
     ),
     "convert": Command(
         "Prepare",
-        "Convert a model between Hugging Face format and an Orbax checkpoint, or export a run.",
+        "Convert a model between Hugging Face format and an Orbax checkpoint, read a GGUF file, or export a run.",
         (
             "--from=runs/tiny --to=exported",
-            "--from=Qwen3-0.6B --to=checkpoint",
+            "--from=model.gguf --to=Qwen3-0.6B",
             "--from=runs/adapters --to=merged --merge --dtype=bfloat16",
         ),
         (
-            Flag("from", "folder to convert", Path, metavar="DIR", required=True, dest="source"),
+            Flag("from", "folder, or .gguf file, to convert", Path, metavar="DIR", required=True, dest="source"),
             Flag("to", "new folder to write", Path, metavar="DIR", required=True, dest="target"),
             Flag("dtype", "float32 or bfloat16; the source's by default", metavar="NAME"),
             Flag("merge", "add a run's adapters to the weights of its model", bool, False),
