@@ -15,6 +15,7 @@ import json
 import math
 import shutil
 import sys
+import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,7 +60,7 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool
     """
     if dtype not in (None, *DTYPES):
         raise UserError(f"dtype is {dtype!r}; use {' or '.join(DTYPES)}")
-    if not source.is_dir() and source.suffix != ".gguf":
+    if not source.is_dir() and source.suffix.lower() != ".gguf":
         raise UserError(
             f"{source} is not a folder; give a Hugging Face folder, a converted folder, a run folder or a .gguf file"
         )
@@ -121,17 +122,20 @@ def _facts(
 
 
 def _convert_gguf(source: Path, target: Path, dtype: np.dtype) -> dict[str, Any]:
-    """Write a Hugging Face folder. Everything is checked before anything is written."""
+    """Write a Hugging Face folder. Header, tokenizer and chat template are checked before anything is written."""
     file = gguf.File(source)
     config = huggingface.of_fields(source, gguf.config_fields(file))
-    tokenizer = gguf_tokenizer.read(source, file.metadata)
     shapes = huggingface.tensor_shapes(config)
+    gguf.check(file, shapes)
+    tokenizer = gguf_tokenizer.read(source, file.metadata)
     check_vocabulary(tokenizer, config.vocab_size)
+    with tempfile.TemporaryDirectory() as tried:
+        tokenizer.save(tried)
+        Tokenizer.load(tried)
     interleaved = config.family == "llama"
     tensors = gguf.tensors(file, shapes, head_dim=config.head_dim, interleaved=interleaved)
     huggingface.write(target, config, shapes, tensors, dtype)
     tokenizer.save(target)
-    Tokenizer.load(target)
     return _facts(source, target, "huggingface", config, dtype, sum(map(math.prod, shapes.values())))
 
 

@@ -3,7 +3,7 @@
 # shellcheck disable=SC2034 # the sourcing scripts read these variables
 
 # complete_flags FLAGS…: sets `workdir` to the run folder (the last flag wins, as in absl), and `defaults` to the flags that are
-# missing.
+# missing; the config is then $default_config, or configs/tiny.py.
 complete_flags() {
   local config=''
   workdir=''
@@ -19,7 +19,7 @@ complete_flags() {
     shift
   done
   if [ -z "$config" ]; then
-    config=configs/tiny.py
+    config=${default_config:-configs/tiny.py}
     defaults+=(--config="$config")
   fi
   if [ -z "$workdir" ]; then

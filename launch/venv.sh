@@ -86,6 +86,12 @@ make_venv() {
   "$python" -m venv --clear .venv
 }
 
+# pip_install ARGUMENTS…: installs into .venv, with the versions of launch/constraints.txt.
+# --no-compile halves the time: of thousands of modules, only those that are imported are ever compiled.
+pip_install() {
+  .venv/bin/python -m pip install --disable-pip-version-check --no-input --no-compile -c launch/constraints.txt "$@"
+}
+
 # ensure_venv EXTRA: makes sure that .venv has the project with that extra, as an editable install.
 ensure_venv() {
   if installed "$1"; then return; fi
@@ -97,9 +103,7 @@ ensure_venv() {
   if ! installed "$1"; then
     make_venv
     echo "installing gspo_jax[$1] into .venv: takes a few minutes the first time"
-    # --no-compile halves the time: of thousands of modules, only those that are imported are ever compiled.
-    if ! .venv/bin/python -m pip install --disable-pip-version-check --no-input --no-compile -c launch/constraints.txt \
-      -e ".[$1]" 2>&1 9<&- | tee .venv/install.log | show_install; then
+    if ! pip_install -e ".[$1]" 2>&1 9<&- | tee .venv/install.log | show_install; then
       tail -n 20 .venv/install.log >&2
       echo "error: the install failed; see above and .venv/install.log, fix the cause and run the same command again" >&2
       exit 1

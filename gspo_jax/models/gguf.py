@@ -194,6 +194,7 @@ _ONLY_ROUTED = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
+_NUMBERS = ("attention.key_length", "rope.dimension_count", "rope.freq_base", "attention.layer_norm_rms_epsilon")
 _LLAMA3: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Of all published models with the tensor `rope_freqs.weight`, which holds only what comes of them."""
 
@@ -208,23 +209,32 @@ def config_fields(file: File) -> dict[str, Any]:
     name = facts.get("general.architecture")
     if name not in ARCHITECTURES:
         raise UserError(f"{file.path} has the architecture {name!r:.100}; supported: {', '.join(ARCHITECTURES)}")
+    if (parts := facts.get("split.count", 1)) not in (0, 1):
+        raise UserError(f"{file.path} is one of {parts!r:.100} files of a model; supported: a model in one file")
     own = {key.removeprefix(f"{name}."): value for key, value in facts.items() if key.startswith(f"{name}.")}
-    routed = "expert_count" in own and own["expert_count"] != 0
-    sizes = _SIZES | (_ONLY_ROUTED if name == "qwen3moe" else {})
-    missing = [key for key in (*sizes.values(), "attention.layer_norm_rms_epsilon") if key not in own]
-    if missing:
-        raise UserError(f"{file.path} has no {name}.{missing[0]}; download it again")
-    if routed and name != "qwen3moe":
+    if own.get("expert_count", 0) != 0 and name != "qwen3moe":
         raise UserError(f"{file.path} is a {name} with {own['expert_count']} experts; supported: qwen3moe with experts")
+    sizes = _SIZES | (_ONLY_ROUTED if name == "qwen3moe" else {})
+    for key in (*sizes.values(), "attention.layer_norm_rms_epsilon"):
+        if key not in own:
+            raise UserError(f"{file.path} has no {name}.{key}; download it again")
+    for key in {*sizes.values(), *_NUMBERS} & own.keys():
+        if not isinstance(own[key], (int, float)) or not 0 < own[key] < 2**31:
+            raise UserError(f"{file.path}: {name}.{key} is {own[key]!r:.100}; supported: one number above 0")
+    if own["block_count"] > len(file.tensors):
+        raise UserError(
+            f"{file.path} says that it has {own['block_count']} layers, and has {len(file.tensors)} tensors; download "
+            "it again"
+        )
+    stacked = file.tensors.get("blk.0.ffn_gate_exps.weight")
+    if name == "qwen3moe" and (stacked is None or stacked.shape[0] != own["expert_count"]):
+        raise UserError(f"{file.path} has no tensor of {own['expert_count']} experts in layer 0; download it again")
     fields = {theirs: own[key] for theirs, key in sizes.items()}
     heads = fields["num_attention_heads"]
-    if not isinstance(heads, int) or heads < 1:
-        raise UserError(f"{file.path}: {name}.attention.head_count is {heads!r:.100}; supported: one number")
     head_dim = own.get("attention.key_length", fields["hidden_size"] // heads)
     if own.get("rope.dimension_count", head_dim) != head_dim:
         raise UserError(
-            f"{file.path} turns {own['rope.dimension_count']!r:.100} of {head_dim!r:.100} dimensions of a head; "
-            "supported: all"
+            f"{file.path} turns {own['rope.dimension_count']} of {head_dim} dimensions of a head; supported: all"
         )
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -318,16 +328,8 @@ def _half_split(matrix: np.ndarray, head_dim: int) -> np.ndarray:
     return matrix.reshape(-1, head_dim // 2, 2, matrix.shape[1]).swapaxes(1, 2).reshape(matrix.shape)
 
 
-def tensors(
-    file: File, expected: Mapping[str, tuple[int, ...]], *, head_dim: int, interleaved: bool
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield Hugging Face tensors in the order of `expected`, one at a time, in float32.
-
-    `interleaved`: query and key rows are in the order of a Llama's.
-
-    Raises:
-      UserError: the file's tensors are not the expected ones.
-    """
+def check(file: File, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise a UserError unless the file has exactly the expected tensors, of a kind that can be dequantised."""
     found = sources(file)
     for name in itertools.chain(expected, found):
         if (name in expected) != (name in found):
@@ -341,6 +343,16 @@ def tensors(
                 f"{file.path}: {tensor.name} is {list(has)}, by the metadata {list(shape)}; download it again"
             )
     file.check_kinds()
+
+
+def tensors(
+    file: File, expected: Mapping[str, tuple[int, ...]], *, head_dim: int, interleaved: bool
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield Hugging Face tensors in the order of `expected`, one at a time, in float32.
+
+    `interleaved`: query and key rows are in the order of a Llama's.
+    """
+    found = sources(file)
     for name in expected:
         value = file.read(*found[name])
         turned = interleaved and name.endswith(("q_proj.weight", "k_proj.weight"))

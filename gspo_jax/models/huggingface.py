@@ -1,7 +1,7 @@
 """Hugging Face folders: config.json and safetensors.
 
 Each process reads only the slices that its devices hold. Not here: the tokenizer (data/), quantised weights, all but
-full attention with plain RoPE. Unimplemented features are refused by name, never ignored.
+full attention with plain or Llama 3's RoPE. Unimplemented features are refused by name, never ignored.
 """
 
 import collections
@@ -62,7 +62,7 @@ def config_json(config: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of a checkpoint by name, layer by layer."""
     leaves = by_path(abstract(config)[1])
-    return {name: rule.shape(leaves[path].shape) for name, path, rule, _ in _entries(config, leaves)}
+    return _shapes(_entries(config, leaves), leaves)
 
 
 def with_dtype(shapes: nnx.State, dtype: np.dtype) -> nnx.State:
@@ -155,7 +155,7 @@ def save(
     leaves = by_path(params)
     kind = jnp.dtype(leaves["embed"].dtype if dtype is None else dtype)
     entries = _entries(config, leaves)
-    write(folder, config, tensor_shapes(config), _tensors(entries, leaves), kind, max_shard_bytes=max_shard_bytes)
+    write(folder, config, _shapes(entries, leaves), _tensors(entries, leaves), kind, max_shard_bytes=max_shard_bytes)
 
 
 def write(
@@ -213,6 +213,10 @@ def _entries(config: ModelConfig, params: Mapping[str, Any]) -> list[_Entry]:
         for at, name in rule.entries(params[path].shape)
     ]
     return sorted(entries, key=lambda entry: [entry[2].first + layer for layer in entry[3][:1]])
+
+
+def _shapes(entries: list[_Entry], params: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: rule.shape(params[path].shape) for name, path, rule, _ in entries}
 
 
 def _shards(sizes: list[int], limit: int) -> list[int]:

@@ -188,7 +188,13 @@ def with_fact(key: str, value: Any) -> Callable[[gguf.GGUFWriter], None]:
         ("qwen3.block_count", None, r"has no qwen3.block_count; download it again"),
         ("qwen3.block_count", 2, r"has a tensor for model.layers.2.* against its metadata"),
         ("qwen3.attention.head_count", 6, r"attn_q.weight is \[64, 48\], by the metadata \[96, 48\]"),
-        ("qwen3.attention.head_count", "four", "head_count is 'four'; supported: one number"),
+        ("qwen3.attention.head_count", "four", "head_count is 'four'; supported: one number above 0"),
+        ("qwen3.embedding_length", "wide", "embedding_length is 'wide'; supported: one number above 0"),
+        ("qwen3.attention.head_count", 0, "head_count is 0; supported: one number above 0"),
+        ("qwen3.attention.key_length", "long", "key_length is 'long'; supported: one number above 0"),
+        ("qwen3.block_count", 2**30, "says that it has 1073741824 layers, and has 36 tensors"),
+        ("split.count", 3, "is one of 3 files of a model; supported: a model in one file"),
+        ("tokenizer.chat_template", "{% for m in %}", "chat template"),
         ("qwen3.rope.scaling.type", "yarn", "rope.scaling.type 'yarn'; supported: none"),
         ("qwen3.rope.dimension_count", 8, "turns 8 of 16 dimensions of a head"),
         ("qwen3.expert_count", 8, "is a qwen3 with 8 experts; supported: qwen3moe"),
@@ -285,6 +291,7 @@ def test_no_changed_byte_of_a_header_does_more_than_refuse(tmp_path, trained) ->
             file = reader.File(tmp_path / "broken.gguf")
             config = huggingface.of_fields(tmp_path / "broken.gguf", reader.config_fields(file))
             shapes = huggingface.tensor_shapes(config)
+            reader.check(file, shapes)
             list(reader.tensors(file, shapes, head_dim=config.head_dim, interleaved=True))
         except UserError:
             refused += 1

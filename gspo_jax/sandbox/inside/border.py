@@ -149,7 +149,7 @@ class Border:
         self._next = first
         self._fresh: deque[int] = deque()
         self._headers: dict[int, Any] = {}
-        """What the other side needs to create new values."""
+        """Headers of new values, by number, for the other side to create them."""
         self._announced: dict[int, list[Any]] = {}
         unheld = _Entry(object(), "")
         self._unheld = sys.getrefcount(unheld.value)

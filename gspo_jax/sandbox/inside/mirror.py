@@ -48,7 +48,7 @@ class Program(Border):
         self.globals: Mapping[str, Any] = {}
         self.settled: set[str] = set()
         self.unseen = ""
-        """What a test did that the program does not see."""
+        """Description of what a test did unseen by the program; "" for nothing."""
         self.talking = False
         self._own: dict[type, int] = {}
         self._reading = 0
