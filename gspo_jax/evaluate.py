@@ -22,7 +22,8 @@ def evaluate_folder(config: ConfigDict, workdir: str | Path) -> Evaluation:
         batches = data.held_out_prompts(config, opened.tokenizer, data.load_records(config, "test"))
         _, name = opened.load()
         key, correct = keys.eval_key(keys.run_key(config)), data.correct_for(config)
-        result = held_out.evaluate(opened.player, batches, opened.scorer.without_steps, key, correct=correct)
+        scorer = opened.scorer.without_steps
+        result = held_out.evaluate(opened.player, batches, scorer, key, correct=correct, tokenizer=opened.tokenizer)
     print(f"{name}: {result}")
     return result
 

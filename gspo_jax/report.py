@@ -81,7 +81,8 @@ def report(
         _write(Path(table), pages.family_table(found, panels=panels, differences=differing, command=command))
     files = {"png": "report.png", "narrow": "report-narrow.png", "html": "report.html"}
     made = {kind: str(target / name) for kind, name in files.items()}
-    return made | {"baseline": base.label, "verdicts": pages.verdicts(groups, base), "groups": found}
+    verdicts = [*pages.notes(groups), *pages.verdicts(groups, base)]
+    return made | {"baseline": base.label, "verdicts": verdicts, "groups": found}
 
 
 def _write(file: Path, text: str) -> None:

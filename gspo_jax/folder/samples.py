@@ -1,15 +1,60 @@
-"""Sampled completions, in `samples/`."""
+"""Completions of training prompts, in `samples/`, and of held-out ones, in `held_out/`."""
 
 import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from gspo_jax import foreign
 from gspo_jax.errors import UserError
 from gspo_jax.folder import storage
 from gspo_jax.folder.lines import dumps, to_python, write_atomically
+
+
+class Sample(TypedDict):
+    """One completion."""
+
+    prompt: str
+    completion: str
+    reward: float | None
+    """Weighted sum of the scores, None if one is missing."""
+    answer: str
+    special: list[str]
+    """Special tokens in the texts."""
+    scores: dict[str, float | None]
+    """By reward function, unweighted."""
+
+
+def make_samples(
+    *,
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    rewards: Sequence[Any],
+    answers: Sequence[str],
+    scores: Mapping[str, Sequence[Any]],
+    special: Sequence[str],
+) -> list[Sample]:
+    """Return a sample per completion. Missing rewards and scores are NaN."""
+    rows = zip(prompts, completions, rewards, answers, strict=True)
+    return [
+        {
+            "prompt": prompt,
+            "completion": completion,
+            "reward": _number(reward),
+            "answer": answer,
+            "special": [token for token in special if token in prompt or token in completion],
+            "scores": {name: _number(of[row]) for name, of in scores.items()},
+        }
+        for row, (prompt, completion, reward, answer) in enumerate(rows)
+    ]
+
+
+def _number(value: Any) -> float | None:
+    number = to_python("reward", value)
+    assert isinstance(number, (int, float))
+    return number if math.isfinite(number) else None
 
 
 class SamplesWriter:
@@ -18,46 +63,26 @@ class SamplesWriter:
     Files are written atomically. Steps after `after_step` (see MetricsWriter) are removed.
     """
 
-    def __init__(self, workdir: str | os.PathLike[str], *, after_step: int | None = None):
-        self._folder = Path(workdir) / storage.SAMPLES
+    def __init__(
+        self, workdir: str | os.PathLike[str], *, after_step: int | None = None, folder: str = storage.SAMPLES
+    ):
+        self._folder = Path(workdir) / folder
         self._folder.mkdir(parents=True, exist_ok=True)
         for step, path in _sample_files(self._folder):
             if step > (-1 if after_step is None else after_step):
                 path.unlink()
 
-    def write(
-        self,
-        step: int,
-        *,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        rewards: Sequence[Any],
-        answers: Sequence[str],
-        special: Sequence[str],
-    ) -> Path:
-        """Replace the file of a step. Each line lists the `special` tokens in its texts."""
-        lines = [
-            dumps(
-                {
-                    "prompt": prompt,
-                    "completion": completion,
-                    "reward": to_python("reward", reward),
-                    "answer": answer,
-                    "special": [token for token in special if token in prompt or token in completion],
-                }
-            )
-            for prompt, completion, reward, answer in zip(prompts, completions, rewards, answers, strict=True)
-        ]
+    def write(self, step: int, samples: Sequence[Sample]) -> Path:
+        """Replace the file of a step."""
         path = self._folder / f"step_{step:06d}.jsonl"
-        write_atomically(path, "".join(line + "\n" for line in lines))
+        write_atomically(path, "".join(dumps(sample) + "\n" for sample in samples))
         return path
 
 
-def read_samples(workdir: str | os.PathLike[str]) -> dict[int, list[dict[str, Any]]]:
+def read_samples(workdir: str | os.PathLike[str], folder: str = storage.SAMPLES) -> dict[int, list[Sample]]:
     """Return the completions by step. Raises UserError for a malformed file."""
-    folder = Path(workdir) / storage.SAMPLES
-    samples = {}
-    for step, path in _sample_files(folder) if folder.is_dir() else ():
+    files, samples = Path(workdir) / folder, {}
+    for step, path in _sample_files(files) if files.is_dir() else ():
         foreign.is_file(path, inside=workdir)
         try:
             lines = path.read_text(encoding="utf-8").split("\n")  # texts may contain other line separators
@@ -66,15 +91,21 @@ def read_samples(workdir: str | os.PathLike[str]) -> dict[int, list[dict[str, An
             raise UserError(f"{path} is not valid JSON line by line ({error!s:.200}); delete it") from error
         if not all(_is_sample(row) for row in samples[step]):
             raise UserError(f"{path} has a line without prompt, completion, answer and reward; delete it")
+        samples[step] = [_LATER_FIELDS | row for row in samples[step]]
     return samples
+
+
+_LATER_FIELDS: dict[str, Any] = {"special": [], "scores": {}}
+"""Fields that older files lack, with their defaults."""
 
 
 def _is_sample(row: Any) -> bool:
     if not isinstance(row, dict) or not all(isinstance(row.get(k), str) for k in ("prompt", "completion", "answer")):
         return False
-    special = row.get("special", [])  # missing in files of version 0.1
+    special, scores = (row.get(name, default) for name, default in _LATER_FIELDS.items())
     listed = isinstance(special, list) and all(isinstance(token, str) and token for token in special)
-    return listed and "reward" in row and isinstance(row["reward"], (int, float, type(None)))
+    scored = isinstance(scores, dict) and all(isinstance(score, (int, float, type(None))) for score in scores.values())
+    return listed and scored and "reward" in row and isinstance(row["reward"], (int, float, type(None)))
 
 
 def _sample_files(folder: Path) -> list[tuple[int, Path]]:

@@ -45,12 +45,13 @@ BUCKET = "gs://"
 CHECKPOINTS = "checkpoints"
 DAMAGED = "damaged"
 SAMPLES = "samples"
+HELD_OUT = "held_out"
 TENSORBOARD = "tb"
 STACKS = "stacks"
 """Stacks of processes that missed a deadline."""
 COLD_START = "coldstart"
 BENCHMARKS = "benchmarks"
-FOLDERS = CHECKPOINTS, DAMAGED, SAMPLES, TENSORBOARD, STACKS, COLD_START, BENCHMARKS
+FOLDERS = CHECKPOINTS, DAMAGED, SAMPLES, HELD_OUT, TENSORBOARD, STACKS, COLD_START, BENCHMARKS
 PUBLISH_S = 60.0
 """Maximum seconds between uploads to the bucket."""
 LEASE = "lease.json"

@@ -1,7 +1,7 @@
 """Held-out evaluation, with the decoder of training."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -9,8 +9,15 @@ from jaxtyping import Bool, Float, Int
 
 from gspo_jax.data.pipeline import EvalBatches
 from gspo_jax.data.records import Record
+from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.folder.samples import Sample, make_samples
+from gspo_jax.parallel import hosts
 from gspo_jax.rewards.batches import BatchScorer
 from gspo_jax.rollout.episodes import Player
+from gspo_jax.types import Batch, Rewards
+
+EXAMPLES = 16
+"""Minimum prompts whose first response is kept, if there are as many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +27,7 @@ class Evaluation:
     accuracy: float
     """mean@k: correct fraction of a prompt's scored responses, averaged over prompts with any."""
     accuracy_stderr: float
-    """Standard error of the mean over prompts."""
+    """Standard error over prompts."""
     pass_at_k: float
     """pass@k: fraction of prompts with a correct response, among scored prompts."""
     failed: float
@@ -32,6 +39,13 @@ class Evaluation:
     prompts: int
     samples: int
     """Responses per prompt, k."""
+    reward: float | None
+    """Mean over prompts, step rewards left out; None if there is no score."""
+    reward_stderr: float | None
+    scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Mean of each reward function over the responses that it scored."""
+    examples: Sequence[Sample] = ()
+    """The first response of some prompts, the same ones in every evaluation."""
 
     def __str__(self) -> str:
         failed = f", {self.failed:.1%} could not be scored" if self.failed else ""
@@ -43,11 +57,19 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         """Return the results under their names in metrics.jsonl."""
-        return {f"eval/{name}": value for name, value in vars(self).items() if name not in ("prompts", "samples")}
+        left_out = ("prompts", "samples", "scores", "examples")
+        own = {f"eval/{name}": x for name, x in vars(self).items() if name not in left_out and x is not None}
+        return own | {f"eval/reward/{name}": value for name, value in self.scores.items()}
 
 
 def evaluate(
-    player: Player, batches: EvalBatches, scorer: BatchScorer, key: jax.Array, *, correct: Callable[[Record], str]
+    player: Player,
+    batches: EvalBatches,
+    scorer: BatchScorer,
+    key: jax.Array,
+    *,
+    correct: Callable[[Record], str],
+    tokenizer: Tokenizer,
 ) -> Evaluation:
     """Sample and score k episodes of every held-out prompt, k being the sampler's group size.
 
@@ -55,40 +77,84 @@ def evaluate(
       player: with weights loaded in its sampler.
       key: fixes the sampling noise, so evaluations of a run are comparable.
       correct: record -> deciding reward function: a score above 0.5 is correct.
+      tokenizer: decodes the examples.
 
     Raises:
       RuntimeError: no response could be scored.
     """
     columns: list[tuple[np.ndarray, ...]] = []
+    scores, examples = dict[str, list[np.ndarray]](), list[Sample]()
     for number, prompts in enumerate(batches):
         played = player.answer(prompts, jax.random.fold_in(key, number))
-        scores, k = scorer.score(played).by_name, len(played.lengths) // len(prompts.lengths)
-        verdicts = np.array([scores[correct(record)][row] for row, record in enumerate(played.records)], np.float32)
+        rewards, k = scorer.score(played), len(played.lengths) // len(prompts.lengths)
+        names = [correct(record) for record in played.records]
+        verdicts = np.array([rewards.by_name[name][row] for row, name in enumerate(names)], np.float32)
         real = np.repeat(prompts.valid, k)
-        columns.append((verdicts[real].reshape(-1, k), played.lengths[real], played.truncated[real]))
-    by_prompt, lengths, truncated = map(np.concatenate, zip(*columns, strict=True))
-    if not np.isfinite(by_prompt).any():
+        of_prompts = (x[real].reshape(-1, k) for x in (verdicts, rewards.total))
+        columns.append((*of_prompts, played.lengths[real], played.truncated[real]))
+        for name, values in rewards.by_name.items():
+            scores.setdefault(name, []).append(values[real])
+        shown = k * (np.arange(each := -(-EXAMPLES // len(batches))) * len(prompts.lengths) // each)
+        examples += _examples(played, rewards, np.unique(shown), real, tokenizer)
+    verdicts, totals, lengths, truncated = map(np.concatenate, zip(*columns, strict=True))
+    if not np.isfinite(verdicts).any():
         raise RuntimeError(
-            f"none of the {by_prompt.size} held-out responses could be scored; check the reward functions that decide "
+            f"none of the {verdicts.size} held-out responses could be scored; check the reward functions that decide "
             "correctness, eval.correct"
         )
-    return summarize(by_prompt, lengths, truncated)
+    found = summarize(verdicts, totals, lengths, truncated)
+    whole = {name: np.concatenate(values) for name, values in scores.items()}
+    means = {name: float(np.nanmean(values)) for name, values in whole.items() if np.isfinite(values).any()}
+    return dataclasses.replace(found, scores=means, examples=examples)
+
+
+def _examples(
+    played: Batch,
+    rewards: Rewards,
+    rows: Int[np.ndarray, " n"],
+    real: Bool[np.ndarray, " B"],
+    tokenizer: Tokenizer,
+) -> list[Sample]:
+    tokens, mask = hosts.fetch_rows((played.rollout.tokens, played.rollout.mask), rows)
+    rows, tokens, mask = (x[real[rows]] for x in (rows, tokens, mask))
+    return make_samples(
+        prompts=played.texts[rows],
+        completions=[
+            tokenizer.decode(ids[keep].tolist(), skip_special=False) for ids, keep in zip(tokens, mask, strict=True)
+        ],
+        rewards=rewards.total[rows],
+        answers=[record["answer"] for record in played.records[rows]],
+        scores={name: values[rows] for name, values in rewards.by_name.items()},
+        special=tokenizer.special,
+    )
 
 
 def summarize(
-    scores: Float[np.ndarray, "P G"], lengths: Int[np.ndarray, " B"], truncated: Bool[np.ndarray, " B"]
+    verdicts: Float[np.ndarray, "P G"],
+    rewards: Float[np.ndarray, "P G"],
+    lengths: Int[np.ndarray, " B"],
+    truncated: Bool[np.ndarray, " B"],
 ) -> Evaluation:
-    """Return the evaluation of B = P·G responses. Missing scores are NaN, but not all may be."""
-    scored, right = np.isfinite(scores), scores > 0.5
-    judged = scored.any(axis=1)
-    means = right[judged].sum(axis=1) / scored[judged].sum(axis=1)
+    """Return the evaluation of B = P·G responses. Missing verdicts and rewards are NaN, but not all verdicts may be."""
+    scored, right = np.isfinite(verdicts), np.where(np.isfinite(verdicts), verdicts > 0.5, np.nan)
+    accuracy, accuracy_stderr = _mean_over_prompts(right)
+    reward, reward_stderr = _mean_over_prompts(rewards) if np.isfinite(rewards).any() else (None, None)
     return Evaluation(
-        accuracy=float(means.mean()),
-        accuracy_stderr=float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else 0.0,
-        pass_at_k=float(right[judged].any(axis=1).mean()),
+        accuracy=accuracy,
+        accuracy_stderr=accuracy_stderr,
+        pass_at_k=float((right == 1)[scored.any(axis=1)].any(axis=1).mean()),
         failed=float(1 - scored.mean()),
         response_length=float(lengths.mean()),
         truncated=float(truncated.mean()),
-        prompts=scores.shape[0],
-        samples=scores.shape[1],
+        prompts=verdicts.shape[0],
+        samples=verdicts.shape[1],
+        reward=reward,
+        reward_stderr=reward_stderr,
     )
+
+
+def _mean_over_prompts(values: Float[np.ndarray, "P G"]) -> tuple[float, float]:
+    """Return the mean over prompts of the mean of their known values, and its standard error."""
+    known = values[np.isfinite(values).any(axis=1)].astype(np.float64)
+    means = np.nansum(known, axis=1) / np.isfinite(known).sum(axis=1)
+    return float(means.mean()), float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else 0.0

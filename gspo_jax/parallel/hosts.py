@@ -54,13 +54,23 @@ def _allgather(x: jax.Array) -> np.ndarray:
 
 def fetch_places(tree: Any, places: Int[np.ndarray, " n"]) -> Any:
     """Return host copies, on every process, of places of arrays [M, Q, …], counted over M · Q."""
-    return jax.device_get(_chooser(jax.tree.leaves(tree)[0].sharding.mesh)(tree, places))
+    width = jax.tree.leaves(tree)[0].shape[1]
+    return _fetch(tree, places // width, places % width)
+
+
+def fetch_rows(tree: Any, rows: Int[np.ndarray, " n"]) -> Any:
+    """Return host copies, on every process, of rows of arrays [B, …]."""
+    return _fetch(tree, rows)
+
+
+def _fetch(tree: Any, *index: Int[np.ndarray, " n"]) -> Any:
+    return jax.device_get(_chooser(jax.tree.leaves(tree)[0].sharding.mesh)(tree, index))
 
 
 @functools.cache
 def _chooser(mesh: Mesh) -> Any:
-    def chosen(tree: Any, places: jax.Array) -> Any:
-        return jax.tree.map(lambda x: x[places // x.shape[1], places % x.shape[1]], tree)
+    def chosen(tree: Any, index: tuple[jax.Array, ...]) -> Any:
+        return jax.tree.map(lambda x: x[index], tree)
 
     return jax.jit(chosen, out_shardings=NamedSharding(mesh, PartitionSpec()))
 

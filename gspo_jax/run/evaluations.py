@@ -63,7 +63,14 @@ class Evaluations:
         self.engine.sampler.load(weights)
         if self._is_due(self.config.eval.every, done):
             scorer = BatchScorer(self.scorer, self.tokenizer.decode, mesh)
-            result = held_out.evaluate(self.player, self.prompts, scorer, key, correct=data.correct_for(self.config))
+            result = held_out.evaluate(
+                self.player,
+                self.prompts,
+                scorer,
+                key,
+                correct=data.correct_for(self.config),
+                tokenizer=self.tokenizer,
+            )
             log.evaluated(step, done, result)
             accuracy = result.accuracy
         answering = Answering(self.player, self.tokenizer, weights, f"update {step}", self.inputs, mesh)

@@ -17,9 +17,11 @@ from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.engine import Engine
 from gspo_jax.folder.metrics import MetricsWriter, Mirror, read_metrics
 from gspo_jax.folder.notes import clear_end, write_config
-from gspo_jax.folder.samples import SamplesWriter
+from gspo_jax.folder.samples import SamplesWriter, make_samples
+from gspo_jax.folder.storage import HELD_OUT
 from gspo_jax.folder.weights_and_biases import connect
 from gspo_jax.measuring import published
+from gspo_jax.measuring.gamed import gamed
 from gspo_jax.measuring.held_out import Evaluation
 from gspo_jax.objectives import Objective
 from gspo_jax.objectives.guards import clip_range_warning, rounding_warning
@@ -45,10 +47,11 @@ class RunLog:
         *,
         writer: MetricsWriter | None = None,
         samples: SamplesWriter | None = None,
+        held_out: SamplesWriter | None = None,
         evaluations: Sequence[tuple[int, dict[str, float]]] = (),
     ):
-        """`writer` and `samples` are None except on the first process."""
-        self.progress, self._writer, self._samples = progress, writer, samples
+        """The writers are None except on the first process."""
+        self.progress, self._writer, self._samples, self._held_out = progress, writer, samples, held_out
         self.evaluations = list(evaluations)
         """Iterations done and metrics of each evaluation."""
         self._warned: set[str] = set()
@@ -81,11 +84,15 @@ class RunLog:
         self.guard_ratios(metrics)
 
     def evaluated(self, step: int, iteration: int, result: Evaluation) -> None:
-        """Record a held-out evaluation on its last update's line."""
+        """Record a held-out evaluation on its last update's line, and its examples."""
         self.evaluations.append((iteration, result.metrics()))
         self.write(step, result.metrics())
+        if self._held_out is not None:
+            self._held_out.write(step, result.examples)
         self.progress.keep(accuracy=self._accuracy())
         self.progress.say(f"update {step}: {result}")
+        if note := gamed(self.evaluations[0][1], result.metrics()):
+            self.warn(note, about="gamed")
 
     def _accuracy(self) -> tuple[float, int] | None:
         if not self.evaluations:
@@ -117,14 +124,15 @@ class RunLog:
         kept = [row[keep].tolist() for row, keep in zip(tokens, mask, strict=True)]
         completions = [tokenizer.decode(ids, skip_special=False) for ids in kept]
         if self._samples is not None:
-            self._samples.write(
-                step,
+            samples = make_samples(
                 prompts=batch.texts[shown].tolist(),
                 completions=completions,
                 rewards=total[shown].tolist(),
                 answers=[record["answer"] for record in batch.records[shown]],
+                scores={name: values[shown] for name, values in batch.rewards.by_name.items()},
                 special=tokenizer.special,
             )
+            self._samples.write(step, samples)
         for i, completion in zip(shown, completions, strict=True):
             shortened = textwrap.shorten(completion, SHOWN_CHARACTERS, placeholder=" …")
             self.progress.say(f"  reward {total[i]:.4g}  {batch.texts[i]!r} -> {shortened!r}")
@@ -177,7 +185,7 @@ class RunLog:
 def open_log(config: ConfigDict, workdir: Path, *, after_step: int | None, done: int, command: str) -> Iterator[RunLog]:
     """Open a run's log, dropping lines after step `after_step` (None: a new run)."""
     with ExitStack() as stack:
-        writer = samples = None
+        writer = samples = held_out = None
         mirrors: list[Mirror] = []
         if project := config.log.wandb:
             begin = partial(connect, workdir, project, config.to_dict(), resumed=after_step is not None)
@@ -187,10 +195,11 @@ def open_log(config: ConfigDict, workdir: Path, *, after_step: int | None, done:
             write_config(workdir, config.to_dict(), command=command)
             writer = stack.enter_context(MetricsWriter(workdir, after_step=after_step, mirrors=mirrors))
             samples = SamplesWriter(workdir, after_step=after_step)
+            held_out = SamplesWriter(workdir, after_step=after_step, folder=HELD_OUT)
         processes.wait_for_all("run folder")  # metrics.jsonl now ends at `after_step`
         progress = stack.enter_context(Progress(config.iterations, label=config.objective.name, done=done))
         evaluations = [] if after_step is None else earlier_evaluations(workdir)
-        yield RunLog(progress, writer=writer, samples=samples, evaluations=evaluations)
+        yield RunLog(progress, writer=writer, samples=samples, held_out=held_out, evaluations=evaluations)
 
 
 def earlier_evaluations(workdir: Path) -> list[tuple[int, dict[str, float]]]:

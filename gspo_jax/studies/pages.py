@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from gspo_jax.folder.samples import read_samples
+from gspo_jax.folder.storage import HELD_OUT
+from gspo_jax.measuring.gamed import gamed
 from gspo_jax.progress import duration
 from gspo_jax.studies import paired
 from gspo_jax.studies.runs import COLLAPSE_WINDOW, RESOLUTION, Group, RunData, describe, differences, results
@@ -60,13 +62,20 @@ def sections(groups: Sequence[Group], found: Sequence[_Facts], *, base: Group, p
         f"iterations. In brackets: minimum and maximum over seeds. {ROUNDING}</p>"
     )
     firsts = [group.runs[0] for group in groups]
-    samples = [(f"Samples: {group.label}", shown) for group in groups if (shown := _samples(group.runs[0]))]
+    samples = [
+        (f"{title}: {group.label}", shown)
+        for group in groups
+        for title, made in (("Before and after", _before_and_after), ("Samples", _samples))
+        if (shown := made(group.runs[0]))
+    ]
     ran = _html_table(_run_rows(found))
     if len(groups) > MAX_LISTED:
         first, ran = _html_table(family_rows(found, panels)), _folded("folders, times and commands", ran)
         numbers = f"{first}<p>{HOW_TO_READ[panels]}</p>" + _folded("before and after, metric by metric", numbers)
-        samples = [(title, _folded("best, median and worst", shown)) for title, shown in samples]
+        samples = [(title, _folded("completions", shown)) for title, shown in samples]
     parts = [("Numbers", numbers), ("Runs", ran)]
+    if warnings := notes(groups):
+        parts.insert(0, ("Read this first", "".join(f"<p><b>{html.escape(text)}</b></p>" for text in warnings)))
     if rows := difference_rows(groups, base):
         answers = "".join(f"<p><b>{html.escape(text)}</b></p>" for text in verdicts(groups, base))
         table = re.sub(r"\*\*(.*?)\*\*", r"<b>\1</b>", _html_table(rows))
@@ -294,10 +303,58 @@ def _samples(run: RunData) -> str:
         ordered = sorted(samples[step], key=lambda row: -(row["reward"] if row["reward"] is not None else -np.inf))
         for row in (ordered[i] for i in sorted({0, len(ordered) // 2, len(ordered) - 1})):
             texts = {name: _shortened(row[name]) for name in ("prompt", "completion", "answer")}
-            reward = None if row["reward"] is None else f"{row['reward']:.4g}"
-            shown.append({"update": step, **texts, "reward": reward})
-            special |= set(row.get("special", ()))
+            shown.append({"update": step, **texts, "reward": _written(row["reward"])})
+            special |= {*row["special"]}
     return _html_table(shown, preformatted=("prompt", "completion", "answer"), special=special) if shown else ""
+
+
+def _before_and_after(run: RunData) -> str:
+    """Return the first and the last evaluation's scores, and completions of the same prompts side by side."""
+    measured = [row for row in run.rows if "eval/accuracy" in row]
+    kept = read_samples(run.folder, HELD_OUT)
+    if len(measured) < 2 or not (kept.get(measured[0]["step"]) and kept.get(measured[-1]["step"])):
+        return ""
+    first, last = measured[0], measured[-1]
+    names = [name for name in last if name.startswith("eval/reward/") and name in first]
+    table = _html_table(
+        [
+            {
+                "function": name.removeprefix("eval/reward/"),
+                "initial": f"{first[name]:.3f}",
+                "final": f"{last[name]:.3f}",
+            }
+            for name in names
+        ]
+    )
+    before, after = (f"update {row['step']}" for row in (first, last))
+    rows, special = [], set()
+    pairs = [
+        (a, b) for a, b in zip(kept[first["step"]], kept[last["step"]], strict=False) if a["prompt"] == b["prompt"]
+    ]
+    for one, other in pairs:
+        texts = {before: _shortened(one["completion"]), after: _shortened(other["completion"])}
+        changed = {"reward before": _written(one["reward"]), "after": _written(other["reward"])}
+        rows.append({"prompt": _shortened(one["prompt"])} | texts | changed)
+        special |= {*one["special"], *other["special"]}
+    shown = _html_table(rows, preformatted=("prompt", before, after), special=special) if rows else ""
+    return (
+        f"{table}<p>Means of the reward functions over held-out prompts. Below: the first response to some of them, at "
+        f"equal distances, whatever it is worth.</p>{shown}"
+    )
+
+
+def notes(groups: Sequence[Group]) -> list[str]:
+    """Return a sentence for each run that seems to game its reward."""
+    found = []
+    for run in (run for group in groups for run in group.runs):
+        measured = [row for row in run.rows if "eval/accuracy" in row]
+        if measured and (note := gamed(measured[0], measured[-1])):
+            found.append(f"{run.folder}: {note}")
+    return found
+
+
+def _written(reward: float | None) -> str | None:
+    return None if reward is None else f"{reward:.4g}"
 
 
 def _shortened(text: str) -> str:
@@ -311,7 +368,8 @@ def _html_table(
     numeric = {
         name
         for name in rows[0]
-        if name in ("initial", "final", "change", "time", "tokens/s", "reward") or _is_number(rows[0][name])
+        if name in ("initial", "final", "change", "time", "tokens/s", "reward", "reward before", "after")
+        or _is_number(rows[0][name])
     }
     head = "".join(f"<th{' class=n' if name in numeric else ''}>{html.escape(name)}</th>" for name in rows[0])
     body = []

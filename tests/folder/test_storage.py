@@ -18,7 +18,7 @@ from etils import epath
 from gspo_jax.errors import UserError
 from gspo_jax.folder import storage as storage_lib
 from gspo_jax.folder.metrics import MetricsWriter, read_metrics
-from gspo_jax.folder.samples import SamplesWriter
+from gspo_jax.folder.samples import SamplesWriter, make_samples
 from gspo_jax.folder.storage import RunFolder, find, open_folder
 from gspo_jax.parallel.compilation import SealedCache
 from gspo_jax.training.checkpoint import Checkpointer, load_newest
@@ -158,9 +158,10 @@ def test_metrics_and_samples_go_on_after_the_machine_is_lost(bucket):
     """After a resume, steps past the checkpoint appear once, locally and in the bucket."""
     with open_folder("gs://bucket/run") as folder, MetricsWriter(folder.local) as writer:
         samples = SamplesWriter(folder.local)
+        texts = {"prompts": ["p"], "completions": ["c"], "rewards": [1.0], "answers": ["a"]}
         for step in (1, 2, 3):
             writer.write(step, {"loss": 0.5})
-            samples.write(step, prompts=["p"], completions=["c"], rewards=[1.0], answers=["a"], special=[])
+            samples.write(step, make_samples(scores={}, special=[], **texts))
         folder.publish()
     with open_folder("gs://bucket/run") as folder, MetricsWriter(folder.local, after_step=2) as writer:
         SamplesWriter(folder.local, after_step=2)

@@ -17,7 +17,7 @@ from gspo_jax.errors import UserError
 from gspo_jax.folder import lines, notes, tensorboard
 from gspo_jax.folder.metrics import MetricsWriter, read_metrics
 from gspo_jax.folder.notes import read_config
-from gspo_jax.folder.samples import SamplesWriter, read_samples
+from gspo_jax.folder.samples import SamplesWriter, make_samples, read_samples
 from gspo_jax.versions import versions
 
 
@@ -244,10 +244,14 @@ def test_samples_and_config(tmp_path):
     writer = SamplesWriter(tmp_path)
     for step in (4, 10):
         texts = {"prompts": ["<bos>1+1="], "completions": ["2\x1b≤\u2028\ud800<eos>"], "answers": ["2"]}
-        writer.write(step, rewards=jnp.ones(1), special=["<pad>", "<bos>", "<eos>"], **texts)
+        scores = {"exact": np.ones(1, np.float32), "judge": np.full(1, np.nan)}
+        special = ["<pad>", "<bos>", "<eos>"]
+        writer.write(step, make_samples(rewards=jnp.ones(1), scores=scores, special=special, **texts))
     assert (tmp_path / "samples" / "step_000010.jsonl").exists()
     sample = {"prompt": "<bos>1+1=", "completion": "2\x1b≤\u2028\ud800<eos>", "reward": 1.0, "answer": "2"}
-    assert read_samples(tmp_path)[10] == [sample | {"special": ["<bos>", "<eos>"]}]  # those that it has
+    sample |= {"special": ["<bos>", "<eos>"], "scores": {"exact": 1.0, "judge": None}}  # the tokens that it has
+    assert read_samples(tmp_path)[10] == [sample]
+    assert read_samples(tmp_path, "held_out") == {}
     SamplesWriter(tmp_path, after_step=4)
     assert list(read_samples(tmp_path)) == [4]
 
@@ -267,7 +271,9 @@ def test_a_temporary_file_that_is_a_link_is_not_followed(tmp_path, name):
     notes.write_config(run, {"seed": 1}, command="train")
     _write(run, range(2, 3), after_step=1)
     samples = SamplesWriter(run, after_step=1)
-    samples.write(1, prompts=["a"], completions=["b"], rewards=[1.0], answers=["c"], special=[])
+    samples.write(
+        1, make_samples(prompts=["a"], completions=["b"], rewards=[1.0], answers=["c"], scores={}, special=[])
+    )
     assert victim.read_text() == "precious"
     assert notes.fields_of(read_config(run)) == {"seed": 1} and len(read_samples(run)[1]) == 1
     assert [row["step"] for row in read_metrics(run)] == [1, 2]

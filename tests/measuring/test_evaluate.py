@@ -7,9 +7,12 @@ import sys
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.measuring.gamed import gamed
 from gspo_jax.measuring.held_out import evaluate, summarize
+from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rewards.batches import BatchScorer
 from gspo_jax.rewards.scorer import Scorer
@@ -33,8 +36,11 @@ def mute(prompt, completion, record):
 def test_what_could_not_be_scored_is_left_out_and_counted():
     # Prompt 0: 2 of 3 right; prompt 1: none scored, so it is left out; prompt 2: 0 of 1 right, as 0.5 is not above 0.5.
     scores = np.array([[1, NAN, 0, 1], [NAN] * 4, [NAN, NAN, NAN, 0.5]], np.float32)
-    found = summarize(scores, LENGTHS, CUT)
+    found = summarize(scores, 2 * scores, LENGTHS, CUT)
     assert found.accuracy == pytest.approx(1 / 3)  # (2/3 + 0) / 2
+    assert found.reward == pytest.approx((4 / 3 + 1) / 2) and found.reward_stderr == pytest.approx(1 / 6)
+    unscored = summarize(scores, np.full((P, G), NAN), LENGTHS, CUT)
+    assert unscored.reward is None and "eval/reward" not in unscored.metrics()
     assert found.accuracy_stderr == pytest.approx(1 / 3)  # both are 1/3 off: sqrt(2/9) / sqrt(2)
     assert found.pass_at_k == 0.5
     assert found.metrics()["eval/failed"] == found.failed == pytest.approx(8 / 12)
@@ -44,7 +50,7 @@ def test_what_could_not_be_scored_is_left_out_and_counted():
 
 def test_without_failures_it_is_the_plain_mean():
     scores = np.random.default_rng(0).integers(0, 2, (P, G)).astype(np.float32)
-    found, means = summarize(scores, LENGTHS, CUT), (scores > 0.5).mean(axis=1)
+    found, means = summarize(scores, scores, LENGTHS, CUT), (scores > 0.5).mean(axis=1)
     assert found.accuracy == float(means.mean()) and found.failed == 0
     assert found.accuracy_stderr == float(means.std(ddof=1) / np.sqrt(P))
     assert found.pass_at_k == float(scores.any(axis=1).mean())
@@ -61,7 +67,8 @@ def judges(tmp_path, monkeypatch):
 class Said:
     """A player of whose episodes the responses are given, one character each, G to a prompt."""
 
-    def __init__(self, tokenizer: Tokenizer, responses: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, responses: str, mesh: Mesh) -> None:
+        self._mesh = mesh
         tokens = np.array([[tokenizer.encode(said)[0], tokenizer.eos_ids[0]] for said in responses], np.int32)
         self._tokens = iter(tokens.reshape(2, -1, T))
 
@@ -79,18 +86,31 @@ class Said:
             logprobs=none,
             routes=RouterRecord(np.zeros((P * G, 1 + T, 0, 0), np.int8), None),
         )
-        return new_batch(rollout, prompts)
+        return new_batch(hosts.shard_rows(self._mesh, rollout), prompts)
 
 
 def held_out(judges, correct, responses):
     """Evaluate two batches of two prompts, the last prompt of which is padding."""
     tokenizer = Tokenizer.train(["abc"], 300)
-    batch = Prompts(np.ones((2, 1), np.int32), np.ones(2, np.int32), ["p", "q"], [{}, {}], np.ones(2, bool))
+    batch = Prompts(
+        np.ones((2, 1), np.int32),
+        np.ones(2, np.int32),
+        ["p", "q"],
+        [{"answer": "1"}, {"answer": "2"}],
+        np.ones(2, bool),
+    )
     batches = [batch, dataclasses.replace(batch, valid=np.array([True, False]))]
     mesh = mesh_lib.make_mesh({"data": 1}, devices=jax.devices()[:1])
     functions = Scorer({"judge": 1.0, "mute": 0.0}, own={name: f"{judges}:{name}" for name in ("judge", "mute")})
     scorer = BatchScorer(functions, tokenizer.decode, mesh)
-    return evaluate(Said(tokenizer, responses), batches, scorer, jax.random.key(0), correct=lambda record: correct)
+    return evaluate(
+        Said(tokenizer, responses, mesh),
+        batches,
+        scorer,
+        jax.random.key(0),
+        correct=lambda record: correct,
+        tokenizer=tokenizer,
+    )
 
 
 @pytest.mark.faults
@@ -98,6 +118,44 @@ def test_an_evaluation_leaves_out_what_the_scorer_could_not_score(judges):
     found = held_out(judges, "judge", "aabb" + "accc" + "bbcc" + "aaaa")
     assert found.accuracy == pytest.approx((0.5 + 1 + 0) / 3) and found.pass_at_k == pytest.approx(2 / 3)
     assert found.failed == pytest.approx(5 / 12) and (found.prompts, found.samples) == (3, G)
+    # The same here, as the only weighted function decides; but means of single functions are over responses.
+    assert found.reward == found.accuracy and found.scores == {"judge": pytest.approx(3 / 7)}
+    assert found.metrics()["eval/reward/judge"] == found.scores["judge"]
+    # The first response to each prompt, without the one that pads the last batch.
+    kept = [(one["prompt"], one["completion"], one["reward"], one["answer"]) for one in found.examples]
+    end = found.examples[0]["special"]
+    assert [one["special"] for one in found.examples] == [end] * 3 and len(end) == 1
+    assert kept == [("p", f"a{end[0]}", 1.0, "1"), ("q", f"a{end[0]}", 1.0, "2"), ("p", f"b{end[0]}", 0.0, "1")]
+    assert found.examples[2]["scores"] == {"judge": 0.0, "mute": None}
+
+
+def metrics(reward, accuracy, *, error=0.01, **scores):
+    means = {
+        "eval/reward": reward,
+        "eval/reward_stderr": error,
+        "eval/accuracy": accuracy,
+        "eval/accuracy_stderr": error,
+    }
+    return means | {f"eval/reward/{name}": score for name, score in scores.items()}
+
+
+def test_a_reward_that_rises_without_the_accuracy_is_gamed():
+    first = metrics(0.2, 0.1, count=0.2)
+    note = gamed(first, metrics(0.9, 0.105, count=0.9))
+    assert note.startswith(
+        "the policy games its reward: on held-out prompts it went from 0.2 to 0.9, and the accuracy from 0.1 to 0.105 "
+        "(count 0.2 to 0.9)."
+    )
+    assert gamed(first, metrics(0.9, 0.05)), "the accuracy fell"
+    assert not gamed(first, metrics(0.9, 0.12)), "the accuracy rose, by 1.4 standard errors"
+    assert not gamed(first, metrics(0.24, 0.1)), "the reward may not have risen"
+    assert (
+        not gamed(first, first)
+        and not gamed({}, first)
+        and not gamed(first, {})
+        and not gamed(first, metrics(None, 0.1))
+    )
+    assert gamed(metrics(0.2, 0.1, error=0.0), metrics(0.3, 0.1, error=0.0)), "without an error, any rise is one"
 
 
 def test_an_evaluation_without_any_score_is_an_error(judges):

@@ -17,7 +17,7 @@ from gspo_jax.config import base
 from gspo_jax.errors import UserError
 from gspo_jax.folder.metrics import MetricsWriter
 from gspo_jax.folder.notes import write_config
-from gspo_jax.folder.samples import SamplesWriter
+from gspo_jax.folder.samples import SamplesWriter, make_samples
 from gspo_jax.objectives import catalogue
 from gspo_jax.studies import pages, panels, pictures, runs
 from tests.tiny import mostly_slow
@@ -47,7 +47,8 @@ def _fake(folder: Path, *, seed: int = 0, name: str = "gspo", iterations: int = 
             "completions": [f"<b>{i}</b>\u2028" for i in range(4)],
             "answers": ["y"] * 4,
         }
-        samples.write(step, rewards=[0.0, 0.25, float("nan"), 1.0], special=["<eos>"], **texts)
+        rewards = [0.0, 0.25, float("nan"), 1.0]
+        samples.write(step, make_samples(rewards=rewards, scores={"right": rewards}, special=["<eos>"], **texts))
     return folder
 
 
@@ -307,13 +308,49 @@ def test_samples_show_special_tokens_and_short_rewards(tmp_path, undrawn):
     run = _fake(tmp_path / "run")
     texts = {"prompts": ["<|user|>1 < 2?<|end|>"], "answers": ["<y>"]}
     completions = ["so " * 1000 + "<|end|>"]
-    SamplesWriter(run).write(
-        2, completions=completions, rewards=[np.float32(0.3)], special=["<|user|>", "<|end|>", "<|"], **texts
-    )
+    scored = {"rewards": [np.float32(0.3)], "scores": {}, "special": ["<|user|>", "<|end|>", "<|"]}
+    SamplesWriter(run).write(2, make_samples(completions=completions, **texts, **scored))
     page = Path(report.report([run])["html"]).read_text(encoding="utf-8")
     assert "<pre><b class=token>&lt;|user|&gt;</b>1 &lt; 2?<b class=token>&lt;|end|&gt;</b></pre>" in page
     assert "so  … " in page and "so <b class=token>&lt;|end|&gt;</b></pre>" in page  # the end of a long text is shown
     assert "<td class=n>0.3</td>" in page and "0.30000001" not in page and "<pre>&lt;y&gt;</pre>" in page
+
+
+def _evaluated(run: Path, step: int, completions: list[str], *, reward: float) -> None:
+    """Add an evaluation's examples to a run, and its rewards to the line of a step."""
+    file = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines[step] |= {"eval/reward": reward, "eval/reward_stderr": 0.01, "eval/reward/<count>": reward}
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    texts = {"prompts": [f"<{i}>?" for i in range(len(completions))], "answers": [""] * len(completions)}
+    scored = {"rewards": [reward] * len(completions), "scores": {}, "special": ["<eos>"]}
+    SamplesWriter(run, after_step=step, folder="held_out").write(
+        step, make_samples(completions=completions, **texts, **scored)
+    )
+
+
+def test_completions_before_and_after_are_side_by_side(tmp_path, undrawn):
+    run = _fake(tmp_path / "run")
+    _evaluated(run, 0, ["rambling <eos>", "also"], reward=0.1)
+    made = report.report([run])
+    assert "Before and after" not in Path(made["html"]).read_text() and not made["verdicts"], "there is no after yet"
+    _evaluated(run, 8, ["1. fog", "2. hail"], reward=0.9)
+    made = report.report([run])
+    page = Path(made["html"]).read_text(encoding="utf-8")
+    assert "<h2>Before and after: run</h2>" in page and "<th>update 0</th><th>update 8</th>" in page
+    texts = "<pre>&lt;0&gt;?</pre>", "<pre>rambling <b class=token>&lt;eos&gt;</b></pre>", "<pre>1. fog</pre>"
+    assert "".join(f"<td>{text}</td>" for text in texts) + "<td class=n>0.1</td><td class=n>0.9</td>" in page
+    assert "<td>&lt;count&gt;</td><td class=n>0.100</td><td class=n>0.900</td>" in page
+    assert made["verdicts"] == [], "the accuracy rose too"
+
+
+def test_a_run_that_games_its_reward_is_named(tmp_path, undrawn):
+    run = _fake(tmp_path / "run", iterations=1)  # its accuracy falls from 0.1 to 0
+    _evaluated(run, 0, ["a"], reward=0.1)
+    _evaluated(run, 2, ["b"], reward=0.9)
+    made = report.report([run])
+    assert [text.startswith(f"{run}: the policy games its reward") for text in made["verdicts"]] == [True]
+    assert f"<h2>Read this first</h2><p><b>{run}: the policy games" in Path(made["html"]).read_text(encoding="utf-8")
 
 
 def test_no_title_is_there_twice(tmp_path, undrawn):
