@@ -12,6 +12,7 @@ to "List three spices.", the model at first writes any number of lines, or prose
 
 import random
 import re
+from collections.abc import Iterator
 
 from ml_collections import ConfigDict
 
@@ -24,6 +25,7 @@ HELD_OUT = 12
 """Categories of the test split: the last ones below."""
 
 _ITEM = re.compile(r"(?:\d+[.)]|[-*•])\s+(.+)")
+_EXPLAINED = re.compile(r"[:,(]|\s[-–]")
 
 
 def lists(split: str) -> list[dict[str, str]]:
@@ -43,23 +45,22 @@ def lists(split: str) -> list[dict[str, str]]:
 def items(completion: str) -> list[str]:
     """Return the names in a completion's numbered or bulleted lines, in lower case, without what explains them."""
     lines = (_ITEM.match(line.strip()) for line in completion.splitlines())
-    texts = (re.split(r":|\s[-–(]|\(", line[1].replace("*", ""))[0] for line in lines if line)
-    return [text.strip(" .,!\"'").lower() for text in texts]
+    return [_EXPLAINED.split(line[1].replace("*", ""))[0].strip(" .!\"'").lower() for line in lines if line]
 
 
 def exact_count(prompt: str, completion: str, record: dict[str, str]) -> float:
-    """Score 1 for as many lines as asked for, of one to four words each, no two alike."""
+    """Score 1 for as many lines as asked for, of one to five words each, no two alike."""
     del prompt
     found = items(completion)
-    short = all(1 <= len(item.split()) <= 4 for item in found)
+    short = all(1 <= len(item.split()) <= 5 for item in found)
     return float(len(found) == int(record["answer"]) == len(set(found)) and short)
 
 
 def known(prompt: str, completion: str, record: dict[str, str]) -> float:
-    """Return the share of the lines, at least as many as asked for, that are known members of the category."""
+    """Return the share of the lines, at least as many as asked for, that end with a known member of the category."""
     del prompt
-    members, found = _members(record["category"]), set(items(completion))
-    right = sum(any(form in members for form in _singulars(item)) for item in found)
+    members, found = _members(record["category"]), items(completion)
+    right = sum(any(form in members for form in _ends(item)) for item in set(found))
     return right / max(len(found), int(record["answer"]))
 
 
@@ -70,6 +71,13 @@ def right(prompt: str, completion: str, record: dict[str, str]) -> float:
 
 def _members(category: str) -> frozenset[str]:
     return frozenset(form for name in KNOWN[category].split(", ") for form in _singulars(name))
+
+
+def _ends(item: str) -> Iterator[str]:
+    """Yield what a line may be the name of: "bald eagles" may be an eagle."""
+    words = item.split()
+    for start in range(len(words)):
+        yield from _singulars(" ".join(words[start:]))
 
 
 def _singulars(name: str) -> tuple[str, ...]:
@@ -96,7 +104,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.data.prompts_per_batch = 8
     config.data.max_prompt_length = 48
     config.sampling.max_response_length = 48
-    config.sampling.temperature = 0.7  # at 1, a model this small and quantised to four bits rambles
+    config.sampling.temperature = 0.5  # at 1, a model this small and quantised to four bits rambles
     config.rewards = ConfigDict({"exact_count": 1.0, "known": 0.0 if "count" in chosen else 1.0, "right": 0.0})
     config.eval.correct = "right"
     config.eval.prompts = 0

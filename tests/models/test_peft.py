@@ -49,7 +49,7 @@ def test_logits_are_pefts(name):
     assert np.abs(before - expected).max() > 1, "the adapters change something"
 
 
-@pytest.mark.parametrize("of", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("of", ["qwen3", "qwen3_moe", "llama"])
 def test_what_is_written_is_read_again_and_merges(of, tmp_path):
     config, base, tokens = read(of)
     adapters = Adapters(rank=2, expert_rank=5 * config.is_routed, alpha=3.0, targets=tuple(lora.TARGETS))

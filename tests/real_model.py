@@ -1,0 +1,94 @@
+"""A process that asks SmolLM2-135M-Instruct, on one device with all of XLA's optimisations, and writes what it says.
+
+    python -m tests.real_model MODEL_FOLDER SCRATCH_FOLDER
+
+Writes to the scratch folder `float32.npz` and `bfloat16.npz`, greedy responses to the golden prompts with log-probs of
+sampler and trainer, and `benchmark.json`.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from configs.smollm2 import get_config
+from gspo_jax import cli
+from gspo_jax.iteration import collect
+from gspo_jax.measuring import published
+from gspo_jax.measuring.opened import open_policy
+
+GOLDEN = Path(__file__).with_name("golden") / "smollm2.npz"
+PROBLEMS = (("What is 7 + 5?", "12"), ("What is 2 + 2?", "4"), ("What is 977 * 613 + 5?", "598906"))
+
+
+def questions(split: str) -> list[dict[str, str]]:
+    """Return the golden prompts."""
+    del split
+    return [{"question": str(prompt), "answer": ""} for prompt in np.load(GOLDEN)["prompts"]]
+
+
+def nothing(prompt: str, completion: str, record: dict[str, Any]) -> float:
+    """Score 0."""
+    del prompt, completion, record
+    return 0.0
+
+
+def config_for(model: str, dtype: str) -> ConfigDict:
+    """Return the config of greedy answers to the golden prompts."""
+    config = get_config()
+    config.model.folder, config.model.dtype = model, dtype
+    config.functions = ConfigDict({name: f"{__file__}:{name}" for name in ("questions", "nothing")})
+    config.data.task, config.rewards, config.eval.correct = "questions", ConfigDict({"nothing": 1.0}), "nothing"
+    config.data.prompts_per_batch, config.sampling.group_size, config.training.minibatches = 8, 1, 1
+    config.sampling.max_response_length, config.sampling.temperature, config.sampling.top_k = 64, 1.0, 1
+    config.training.old_logprobs = "recompute"
+    return config
+
+
+def answer(model: str, dtype: str, folder: Path) -> None:
+    """Sample from the cache, and score the packed responses with the trainer."""
+    with open_policy(config_for(model, dtype)) as opened:
+        made, state, _ = opened.start()
+        batch = collect(made, opened.player, opened.scorer, state, iter(opened.prompts()), jax.random.key(0))
+    found = {
+        "tokens": batch.rollout.tokens,
+        "mask": batch.rollout.action_mask,
+        "sampler": batch.rollout.logprobs,
+        "trainer": batch.old.logprobs,
+    }
+    columns = batch.packing.in_order({name: np.asarray(x) for name, x in found.items()})
+    asked = np.array([record["question"] for record in batch.records])
+    np.savez(folder / f"{dtype}.npz", **columns, questions=asked)
+
+
+def take_benchmark(model: str, folder: Path) -> None:
+    """Answer a file of problems greedily, judged by math-verify."""
+    rows = [{"question": question, "answer": answer} for question, answer in PROBLEMS]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = config_for(model, "float32")
+    config.data.prompts_per_batch = len(PROBLEMS)
+    config.rewards, config.eval.correct = ConfigDict({"math_verify_flexible": 1.0}), "math_verify_flexible"
+    facts = published.run(config, folder / "run", name=str(folder / "problems.jsonl"), place="", samples=1)
+    (folder / "benchmark.json").write_text(json.dumps(facts))
+
+
+def main(model: str, scratch: str) -> None:
+    """Do all of it."""
+    cli.prepare(config_for(model, "float32"))
+    folder = Path(scratch)
+    steps: list[Callable[[], None]] = [
+        lambda: answer(model, "float32", folder),
+        lambda: answer(model, "bfloat16", folder),
+        lambda: take_benchmark(model, folder),
+    ]
+    for step in steps:
+        step()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
