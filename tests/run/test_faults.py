@@ -89,6 +89,7 @@ def test_two_processes_stop_together_go_on_where_one_was_and_name_a_slow_one(who
     assert_same_metrics(whole, tmp_path)
     samples = read_samples(tmp_path)
     assert samples == read_samples(whole), "the same prompts in the same batches, and the same responses"
+    assert read_samples(tmp_path, "held_out") == read_samples(whole, "held_out")
     assert len(samples) == ITERATIONS and all(len(rows) == 32 for rows in samples.values())
     assert max(row.get("response/older", 0) for row in rows_of(tmp_path)[-2:]) > 0, "some responses are resumed"
 

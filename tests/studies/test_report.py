@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,9 +24,17 @@ from gspo_jax.studies import pages, panels, pictures, runs
 from tests.tiny import mostly_slow
 
 
-def _fake(folder: Path, *, seed: int = 0, name: str = "gspo", iterations: int = 4, routing: bool = True) -> Path:
+def _fake(
+    folder: Path,
+    *,
+    seed: int = 0,
+    name: str = "gspo",
+    iterations: int = 4,
+    routing: bool = True,
+    rewards: Sequence[str] = (),
+) -> Path:
     """Write a run with two mini-batches per iteration, whose every number can be worked out by hand."""
-    config = {"seed": seed, "objective": {"name": name, "low": 3e-4}}
+    config = {"seed": seed, "objective": {"name": name, "low": 3e-4}, "rewards": dict.fromkeys(rewards, 1.0)}
     write_config(folder, config, command=f"python -m gspo_jax.train --config.seed={seed} <&>")
     with MetricsWriter(folder) as writer:
         writer.write(0, {"eval/accuracy": 0.1 + seed / 100})
@@ -33,7 +42,7 @@ def _fake(folder: Path, *, seed: int = 0, name: str = "gspo", iterations: int = 
             iteration, minibatch = divmod(step - 1, 2)
             row = {"iteration": iteration, "minibatch": minibatch, "reward/mean": iteration + minibatch / 2 + seed}
             row |= {"clip_fraction/token": 0.15, "response_length/mean": 20.0, "actor/entropy": 1 / step}
-            row |= {"clip_fraction/sequence": 0.1 * minibatch}
+            row |= {"clip_fraction/sequence": 0.1 * minibatch} | {f"reward/{each}": 1 / step for each in rewards}
             if routing:
                 row |= {"routing/flip_rate": 0.01 * minibatch, "routing/flip_rate_per_layer": [0.0, 0.02 * minibatch]}
             if minibatch == 1:
