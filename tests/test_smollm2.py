@@ -21,6 +21,7 @@ def test_training_never_names_a_held_out_category() -> None:
         ("1) A drill – loud\n* axe.", ["a drill", "axe"], 1, 1.0),
         ("1. Sinatra\n2. Breeze", ["sinatra", "breeze"], 1, 0.0),
         ("1. A claw hammer, for nails\n2. Hammerhead", ["a claw hammer", "hammerhead"], 1, 0.5),
+        ("1. Saw — for wood\n2. Axe—for trees", ["saw", "axe"], 1, 1.0),
         ("1. saw hammer\n2. screw driver", ["saw hammer", "screw driver"], 1, 0.5),
         ("1. Hammer\n2. Hammer", ["hammer", "hammer"], 0, 0.5),
         ("1. Hammer\n2. Saw\n3. Moon", ["hammer", "saw", "moon"], 0, 2 / 3),
