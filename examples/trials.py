@@ -65,7 +65,7 @@ def commas(split: str) -> list[dict[str, str]]:
 
 
 def lines(split: str) -> list[dict[str, str]]:
-    """Return the requests that configs/smollm2.py trains on."""
+    """Return requests of configs/smollm2.py."""
     return smollm2.lists(split)[:PROMPTS]
 
 

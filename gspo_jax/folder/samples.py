@@ -19,7 +19,7 @@ class Sample(TypedDict):
     prompt: str
     completion: str
     reward: float | None
-    """Weighted sum of the scores, None if one is missing."""
+    """Weighted sum of the scores; None if one with a weight is missing."""
     answer: str
     special: list[str]
     """Special tokens in the texts."""
@@ -90,19 +90,15 @@ def read_samples(workdir: str | os.PathLike[str], folder: str = storage.SAMPLES)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path} is not valid JSON line by line ({error!s:.200}); delete it") from error
         if not all(_is_sample(row) for row in samples[step]):
-            raise UserError(f"{path} has a line without prompt, completion, answer and reward; delete it")
-        samples[step] = [_LATER_FIELDS | row for row in samples[step]]
+            raise UserError(f"{path} has a line that is not a sample; delete it")
+        samples[step] = [{"special": [], "scores": {}} | row for row in samples[step]]  # missing in older files
     return samples
-
-
-_LATER_FIELDS: dict[str, Any] = {"special": [], "scores": {}}
-"""Fields that older files lack, with their defaults."""
 
 
 def _is_sample(row: Any) -> bool:
     if not isinstance(row, dict) or not all(isinstance(row.get(k), str) for k in ("prompt", "completion", "answer")):
         return False
-    special, scores = (row.get(name, default) for name, default in _LATER_FIELDS.items())
+    special, scores = row.get("special", []), row.get("scores", {})
     listed = isinstance(special, list) and all(isinstance(token, str) and token for token in special)
     scored = isinstance(scores, dict) and all(isinstance(score, (int, float, type(None))) for score in scores.values())
     return listed and scored and "reward" in row and isinstance(row["reward"], (int, float, type(None)))

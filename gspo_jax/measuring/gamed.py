@@ -5,23 +5,35 @@ from collections.abc import Mapping
 from typing import Any
 
 SURE, UNSURE = 3.0, 1.0
+"""Standard errors."""
 
 
 def gamed(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
-    """Return a note if the held-out reward rose and the accuracy did not, otherwise "".
+    """Return a note if the held-out reward rose and the accuracy did not though it could, otherwise "".
 
     The reward rose if by more than SURE standard errors, the accuracy if by more than UNSURE. `first` and `last` are
     metrics of two evaluations of a run (`Evaluation.metrics`).
     """
-    if not (_rise("eval/reward", first, last) > SURE and _rise("eval/accuracy", first, last) <= UNSURE):
+    sure = SURE < _rise("eval/reward", first, last) < math.inf
+    if not sure or _rise("eval/accuracy", first, last) > UNSURE or _at_its_limit(last):
         return ""
-    kinds = ((name.removeprefix("eval/reward/"), name) for name in last if name.startswith("eval/reward/"))
-    changes = ", ".join(f"{kind} {_change(name, first, last)}" for kind, name in kinds if name in first)
+    functions = [name for name in last if name.startswith("eval/reward/") and None not in _ends(name, first, last)]
+    changes = [f"{name.removeprefix('eval/reward/')} from {_change(name, first, last)}" for name in functions]
     return (
-        f"the policy games its reward: on held-out prompts it went from {_change('eval/reward', first, last)}, and the "
-        f"accuracy from {_change('eval/accuracy', first, last)} ({changes}). Read the completions in held_out/; reward "
-        "what they lack, or hold the policy near its start with --config.reference.kl_weight=0.02"
+        f"the reward may be gamed: on held-out prompts it rose from {_change('eval/reward', first, last)} "
+        f"({', '.join(changes)}), while the accuracy went from {_change('eval/accuracy', first, last)}. Read the "
+        "completions in held_out/. Then pay for what is missing in them, or start a new run that stays nearer to the "
+        "first policy, with --config.reference.kl_weight=0.02"
     )
+
+
+def _at_its_limit(last: Mapping[str, Any]) -> bool:
+    accuracy, error = last.get("eval/accuracy"), last.get("eval/accuracy_stderr")
+    return accuracy is not None and accuracy + UNSURE * (error or 0.0) >= 1
+
+
+def _ends(name: str, first: Mapping[str, Any], last: Mapping[str, Any]) -> tuple[Any, Any]:
+    return first.get(name), last.get(name)
 
 
 def _change(name: str, first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
@@ -29,8 +41,8 @@ def _change(name: str, first: Mapping[str, Any], last: Mapping[str, Any]) -> str
 
 
 def _rise(name: str, first: Mapping[str, Any], last: Mapping[str, Any]) -> float:
-    """Return the change in standard errors of the difference, infinite without an error; 0 if unknown."""
-    if first.get(name) is None or last.get(name) is None:
+    """Return the change in standard errors of the difference, infinite if that is 0; 0 if unknown."""
+    if None in _ends(name, first, last):
         return 0.0
     error = math.hypot(*(of.get(f"{name}_stderr") or 0.0 for of in (first, last)))
     change = last[name] - first[name]

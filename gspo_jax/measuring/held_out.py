@@ -17,12 +17,12 @@ from gspo_jax.rollout.episodes import Player
 from gspo_jax.types import Batch, Rewards
 
 EXAMPLES = 16
-"""Minimum prompts whose first response is kept, if there are as many."""
+"""Maximum prompts whose first response is kept."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Accuracy of a policy on held-out prompts."""
+    """Results of a policy on held-out prompts."""
 
     accuracy: float
     """mean@k: correct fraction of a prompt's scored responses, averaged over prompts with any."""
@@ -40,12 +40,13 @@ class Evaluation:
     samples: int
     """Responses per prompt, k."""
     reward: float | None
-    """Mean over prompts, step rewards left out; None if there is no score."""
+    """Mean over prompts of the weighted sum of the reward functions, without step rewards; None if there is none."""
     reward_stderr: float | None
+    """Standard error over prompts."""
     scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Mean of each reward function over the responses that it scored."""
     examples: Sequence[Sample] = ()
-    """The first response of some prompts, the same ones in every evaluation."""
+    """The first response to some prompts, the same ones in every evaluation."""
 
     def __str__(self) -> str:
         failed = f", {self.failed:.1%} could not be scored" if self.failed else ""
@@ -83,7 +84,7 @@ def evaluate(
       RuntimeError: no response could be scored.
     """
     columns: list[tuple[np.ndarray, ...]] = []
-    scores, examples = dict[str, list[np.ndarray]](), list[Sample]()
+    scores, examples, wanted = dict[str, list[np.ndarray]](), list[Sample](), -(-EXAMPLES // len(batches))
     for number, prompts in enumerate(batches):
         played = player.answer(prompts, jax.random.fold_in(key, number))
         rewards, k = scorer.score(played), len(played.lengths) // len(prompts.lengths)
@@ -94,8 +95,7 @@ def evaluate(
         columns.append((*of_prompts, played.lengths[real], played.truncated[real]))
         for name, values in rewards.by_name.items():
             scores.setdefault(name, []).append(values[real])
-        shown = k * (np.arange(each := -(-EXAMPLES // len(batches))) * len(prompts.lengths) // each)
-        examples += _examples(played, rewards, np.unique(shown), real, tokenizer)
+        examples += _examples(played, rewards, k * _spread(wanted, prompts.valid.sum()), tokenizer)
     verdicts, totals, lengths, truncated = map(np.concatenate, zip(*columns, strict=True))
     if not np.isfinite(verdicts).any():
         raise RuntimeError(
@@ -104,26 +104,39 @@ def evaluate(
         )
     found = summarize(verdicts, totals, lengths, truncated)
     whole = {name: np.concatenate(values) for name, values in scores.items()}
-    means = {name: float(np.nanmean(values)) for name, values in whole.items() if np.isfinite(values).any()}
-    return dataclasses.replace(found, scores=means, examples=examples)
+    known = {name: values[np.isfinite(values)] for name, values in whole.items()}
+    means = {name: float(values.mean(dtype=np.float64)) for name, values in known.items() if len(values)}
+    kept = [examples[place] for place in np.unique(_spread(EXAMPLES, len(examples)))]
+    return dataclasses.replace(found, scores=means, examples=kept)
 
 
-def _examples(
-    played: Batch,
+def _spread(count: int, total: int) -> Int[np.ndarray, " count"]:
+    """Return `count` places of `total`, at equal distances; repeated if there are fewer."""
+    return np.arange(count) * int(total) // count
+
+
+def _examples(played: Batch, rewards: Rewards, rows: Int[np.ndarray, " n"], tokenizer: Tokenizer) -> list[Sample]:
+    tokens, mask = hosts.fetch_rows((played.rollout.tokens, played.rollout.mask), rows)
+    rows, first = np.unique(rows, return_index=True)
+    return samples_of(played, rewards, rows, tokens[first], mask[first], tokenizer)
+
+
+def samples_of(
+    batch: Batch,
     rewards: Rewards,
     rows: Int[np.ndarray, " n"],
-    real: Bool[np.ndarray, " B"],
+    tokens: Int[np.ndarray, "n T"],
+    mask: Bool[np.ndarray, "n T"],
     tokenizer: Tokenizer,
 ) -> list[Sample]:
-    tokens, mask = hosts.fetch_rows((played.rollout.tokens, played.rollout.mask), rows)
-    rows, tokens, mask = (x[real[rows]] for x in (rows, tokens, mask))
+    """Return samples of some responses of a batch, whose tokens and mask have been fetched from the devices."""
     return make_samples(
-        prompts=played.texts[rows],
+        prompts=batch.texts[rows],
         completions=[
             tokenizer.decode(ids[keep].tolist(), skip_special=False) for ids, keep in zip(tokens, mask, strict=True)
         ],
         rewards=rewards.total[rows],
-        answers=[record["answer"] for record in played.records[rows]],
+        answers=[record["answer"] for record in batch.records[rows]],
         scores={name: values[rows] for name, values in rewards.by_name.items()},
         special=tokenizer.special,
     )

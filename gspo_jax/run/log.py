@@ -17,12 +17,12 @@ from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.engine import Engine
 from gspo_jax.folder.metrics import MetricsWriter, Mirror, read_metrics
 from gspo_jax.folder.notes import clear_end, write_config
-from gspo_jax.folder.samples import SamplesWriter, make_samples
+from gspo_jax.folder.samples import SamplesWriter
 from gspo_jax.folder.storage import HELD_OUT
 from gspo_jax.folder.weights_and_biases import connect
 from gspo_jax.measuring import published
 from gspo_jax.measuring.gamed import gamed
-from gspo_jax.measuring.held_out import Evaluation
+from gspo_jax.measuring.held_out import Evaluation, samples_of
 from gspo_jax.objectives import Objective
 from gspo_jax.objectives.guards import clip_range_warning, rounding_warning
 from gspo_jax.parallel import hosts, processes
@@ -121,26 +121,17 @@ class RunLog:
         total = batch.rewards.total
         shown = np.arange(0, len(total), max(1, len(total) // count))
         tokens, mask = hosts.fetch_places((batch.rollout.tokens, batch.rollout.mask), batch.packing.places[shown])
-        kept = [row[keep].tolist() for row, keep in zip(tokens, mask, strict=True)]
-        completions = [tokenizer.decode(ids, skip_special=False) for ids in kept]
+        samples = samples_of(batch, batch.rewards, shown, tokens, mask, tokenizer)
         if self._samples is not None:
-            samples = make_samples(
-                prompts=batch.texts[shown].tolist(),
-                completions=completions,
-                rewards=total[shown].tolist(),
-                answers=[record["answer"] for record in batch.records[shown]],
-                scores={name: values[shown] for name, values in batch.rewards.by_name.items()},
-                special=tokenizer.special,
-            )
             self._samples.write(step, samples)
-        for i, completion in zip(shown, completions, strict=True):
-            shortened = textwrap.shorten(completion, SHOWN_CHARACTERS, placeholder=" …")
+        for i, sample in zip(shown, samples, strict=True):
+            shortened = textwrap.shorten(sample["completion"], SHOWN_CHARACTERS, placeholder=" …")
             self.progress.say(f"  reward {total[i]:.4g}  {batch.texts[i]!r} -> {shortened!r}")
 
     def summary(self, title: str) -> dict[str, dict[str, float]]:
         """Print and return the first and last evaluation."""
         (_, first), (_, last) = self.evaluations[0], self.evaluations[-1]
-        rows = [{"": name, "first": first[name], "last": last[name]} for name in first]
+        rows = [{"": name, "first": first.get(name), "last": last.get(name)} for name in first | last]
         self.progress.table(rows, title=title)
         return {"first": first, "last": last}
 

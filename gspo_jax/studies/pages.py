@@ -74,13 +74,13 @@ def sections(groups: Sequence[Group], found: Sequence[_Facts], *, base: Group, p
         numbers = f"{first}<p>{HOW_TO_READ[panels]}</p>" + _folded("before and after, metric by metric", numbers)
         samples = [(title, _folded("completions", shown)) for title, shown in samples]
     parts = [("Numbers", numbers), ("Runs", ran)]
-    if warnings := notes(groups):
-        parts.insert(0, ("Read this first", "".join(f"<p><b>{html.escape(text)}</b></p>" for text in warnings)))
     if rows := difference_rows(groups, base):
         answers = "".join(f"<p><b>{html.escape(text)}</b></p>" for text in verdicts(groups, base))
         table = re.sub(r"\*\*(.*?)\*\*", r"<b>\1</b>", _html_table(rows))
         below = f"<p>{html.escape(paired.how_to_read(groups, base))}</p>"
         parts.insert(0, (f"Differences from {base.label}, seed by seed", answers + table + below))
+    if warnings := notes(groups):
+        parts.insert(0, ("Read this first", "".join(f"<p><b>{html.escape(text)}</b></p>" for text in warnings)))
     labels = [group.label for group in groups]
     differing = [{"setting": name, **dict(zip(labels, x, strict=True))} for name, x in differences(firsts).items()]
     if differing:
@@ -310,41 +310,37 @@ def _samples(run: RunData) -> str:
 
 def _before_and_after(run: RunData) -> str:
     """Return the first and the last evaluation's scores, and completions of the same prompts side by side."""
-    measured = [row for row in run.rows if "eval/accuracy" in row]
     kept = read_samples(run.folder, HELD_OUT)
-    if len(measured) < 2 or not (kept.get(measured[0]["step"]) and kept.get(measured[-1]["step"])):
+    measured = [row for row in run.rows if "eval/accuracy" in row and kept.get(row["step"])]
+    if len(measured) < 2:
         return ""
     first, last = measured[0], measured[-1]
-    names = [name for name in last if name.startswith("eval/reward/") and name in first]
-    table = _html_table(
-        [
-            {
-                "function": name.removeprefix("eval/reward/"),
-                "initial": f"{first[name]:.3f}",
-                "final": f"{last[name]:.3f}",
-            }
-            for name in names
-        ]
-    )
+    scores = [
+        {"function": name.removeprefix("eval/reward/"), "initial": _mean(first.get(name)), "final": _mean(last[name])}
+        for name in last
+        if name.startswith("eval/reward/")
+    ]
     before, after = (f"update {row['step']}" for row in (first, last))
     rows, special = [], set()
-    pairs = [
-        (a, b) for a, b in zip(kept[first["step"]], kept[last["step"]], strict=False) if a["prompt"] == b["prompt"]
-    ]
-    for one, other in pairs:
-        texts = {before: _shortened(one["completion"]), after: _shortened(other["completion"])}
-        changed = {"reward before": _written(one["reward"]), "after": _written(other["reward"])}
-        rows.append({"prompt": _shortened(one["prompt"])} | texts | changed)
-        special |= {*one["special"], *other["special"]}
-    shown = _html_table(rows, preformatted=("prompt", before, after), special=special) if rows else ""
+    for one, other in zip(kept[first["step"]], kept[last["step"]], strict=False):
+        if one["prompt"] == other["prompt"]:
+            texts = {before: _shortened(one["completion"]), after: _shortened(other["completion"])}
+            changed = {"reward before": _written(one["reward"]), "reward after": _written(other["reward"])}
+            rows.append({"prompt": _shortened(one["prompt"])} | texts | changed)
+            special |= {*one["special"], *other["special"]}
     return (
-        f"{table}<p>Means of the reward functions over held-out prompts. Below: the first response to some of them, at "
-        f"equal distances, whatever it is worth.</p>{shown}"
+        f"{_html_table(scores) if scores else ''}<p>Means of the reward functions over the held-out responses. Below: "
+        "the first response to some of the prompts, not chosen by reward.</p>"
+        f"{_html_table(rows, preformatted=('prompt', before, after), special=special) if rows else ''}"
     )
+
+
+def _mean(value: float | None) -> str | None:
+    return None if value is None else f"{value:.3f}"
 
 
 def notes(groups: Sequence[Group]) -> list[str]:
-    """Return a sentence for each run that seems to game its reward."""
+    """Return a sentence for each run whose reward may be gamed."""
     found = []
     for run in (run for group in groups for run in group.runs):
         measured = [row for row in run.rows if "eval/accuracy" in row]
@@ -368,7 +364,7 @@ def _html_table(
     numeric = {
         name
         for name in rows[0]
-        if name in ("initial", "final", "change", "time", "tokens/s", "reward", "reward before", "after")
+        if name in ("initial", "final", "change", "time", "tokens/s", "reward", "reward before", "reward after")
         or _is_number(rows[0][name])
     }
     head = "".join(f"<th{' class=n' if name in numeric else ''}>{html.escape(name)}</th>" for name in rows[0])
@@ -378,7 +374,7 @@ def _html_table(
         for name in rows[0]:
             text = "–" if row[name] is None else str(row[name])
             text = _marked(text, special) if name in preformatted else html.escape(text)
-            kind = " class=long" if name in ("command", "completion") else ""
+            kind = " class=long" if name in ("command", "completion") or name.startswith("update ") else ""
             text = f"<pre{kind}>{text}</pre>" if name in preformatted else text
             cells.append(f"<td{' class=n' if name in numeric else ''}>{text}</td>")
         body.append(f"<tr>{''.join(cells)}</tr>")

@@ -66,6 +66,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "run: saved": ("saved.json", read_saved),
     "run: metrics": ("metrics.jsonl", read_metrics),
     "run: samples": ("samples/step_000001.jsonl", read_samples),
+    "run: held out": ("held_out/step_000001.jsonl", lambda folder: read_samples(folder, "held_out")),
     "run: anything": ("features.json", storage.check_contents),
     "run: lease": ("lease.json", storage.check_contents),
     "model: config": ("config.json", huggingface.read_config),

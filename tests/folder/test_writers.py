@@ -261,6 +261,20 @@ def test_samples_and_config(tmp_path):
     assert read_config(tmp_path) == {**start, "seed": 1, "model": {"layers": 4}}
 
 
+OLD_SAMPLE = {"prompt": "p", "completion": "c", "reward": None, "answer": ""}
+
+
+def test_samples_of_older_runs_lack_fields(tmp_path):
+    (tmp_path / "samples").mkdir()
+    file = tmp_path / "samples" / "step_000001.jsonl"
+    file.write_text(json.dumps(OLD_SAMPLE) + "\n")
+    assert read_samples(tmp_path)[1] == [OLD_SAMPLE | {"special": [], "scores": {}}]
+    for damaged in ({"scores": [1.0]}, {"scores": {"a": "1"}}, {"special": [""]}, {"reward": "1"}, {"answer": None}):
+        file.write_text(json.dumps(OLD_SAMPLE | damaged) + "\n")
+        with pytest.raises(UserError, match=r"step_000001.jsonl has a line that is not a sample; delete it"):
+            read_samples(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["config.json", "samples/step_000001.jsonl", "metrics.jsonl"])
 def test_a_temporary_file_that_is_a_link_is_not_followed(tmp_path, name):
     victim, run = tmp_path / "victim", tmp_path / "run"

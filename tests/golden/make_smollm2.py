@@ -12,7 +12,7 @@ the file splits digits. Needs torch, transformers, accelerate and gguf: made wit
     top_I [T,8] int32       the ids with the highest logits after each token, and
     logits_I [T,8] float32  their logits
     norm_I [T] float32      the logarithm of the sum of all exponentials
-    prompts [P] str         questions; greedy_I [64] int32 continues the chat of question I, whatever it ends with
+    prompts [P] str         questions; greedy_I [64] int32 continues the chat of question I, also past its end
 """
 
 import argparse

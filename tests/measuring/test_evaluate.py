@@ -67,10 +67,10 @@ def judges(tmp_path, monkeypatch):
 class Said:
     """A player of whose episodes the responses are given, one character each, G to a prompt."""
 
-    def __init__(self, tokenizer: Tokenizer, responses: str, mesh: Mesh) -> None:
+    def __init__(self, tokenizer: Tokenizer, responses: str, mesh: Mesh, *, batches: int = 2) -> None:
         self._mesh = mesh
         tokens = np.array([[tokenizer.encode(said)[0], tokenizer.eos_ids[0]] for said in responses], np.int32)
-        self._tokens = iter(tokens.reshape(2, -1, T))
+        self._tokens = iter(tokens.reshape(batches, -1, T))
 
     def answer(self, prompts, key):
         tokens, P = next(self._tokens), len(prompts.texts)
@@ -143,8 +143,8 @@ def test_a_reward_that_rises_without_the_accuracy_is_gamed():
     first = metrics(0.2, 0.1, count=0.2)
     note = gamed(first, metrics(0.9, 0.105, count=0.9))
     assert note.startswith(
-        "the policy games its reward: on held-out prompts it went from 0.2 to 0.9, and the accuracy from 0.1 to 0.105 "
-        "(count 0.2 to 0.9)."
+        "the reward may be gamed: on held-out prompts it rose from 0.2 to 0.9 (count from 0.2 to 0.9), while the "
+        "accuracy went from 0.1 to 0.105. Read"
     )
     assert gamed(first, metrics(0.9, 0.05)), "the accuracy fell"
     assert not gamed(first, metrics(0.9, 0.12)), "the accuracy rose, by 1.4 standard errors"
@@ -155,7 +155,34 @@ def test_a_reward_that_rises_without_the_accuracy_is_gamed():
         and not gamed(first, {})
         and not gamed(first, metrics(None, 0.1))
     )
-    assert gamed(metrics(0.2, 0.1, error=0.0), metrics(0.3, 0.1, error=0.0)), "without an error, any rise is one"
+    assert not gamed(metrics(0.2, 0.985), metrics(0.9, 0.99)), "the accuracy has no room to rise"
+    sure = metrics(0.2, 0.1, error=0.0)
+    assert not gamed(sure, metrics(0.3, 0.1, error=0.0)), "a single prompt has no error, and proves nothing"
+    assert not gamed(metrics(0.2, 0.0) | {"eval/accuracy_stderr": 0.0}, metrics(0.9, 0.5))
+    assert gamed(metrics(0.2, 0.0) | {"eval/accuracy_stderr": 0.0}, metrics(0.9, 0.0) | {"eval/accuracy_stderr": 0.0})
+
+
+def test_examples_are_spread_over_batches_of_any_size(judges):
+    """40 prompts in batches of 12, the last of which has four and eight that pad it."""
+    tokenizer, mesh = Tokenizer.train(["abc"], 300), mesh_lib.make_mesh({"data": 1}, devices=jax.devices()[:1])
+    batches = []
+    for start in range(0, 48, 12):
+        texts = [f"p{start + i}" for i in range(12)]
+        records = [{"answer": text} for text in texts]
+        valid = np.arange(start, start + 12) < 40
+        batches.append(Prompts(np.ones((12, 1), np.int32), np.ones(12, np.int32), texts, records, valid))
+    scorer = BatchScorer(Scorer({"judge": 1.0}, own={"judge": f"{judges}:judge"}), tokenizer.decode, mesh)
+    found = evaluate(
+        Said(tokenizer, "a" * 48 * G, mesh, batches=4),
+        batches,
+        scorer,
+        jax.random.key(0),
+        correct=lambda record: "judge",
+        tokenizer=tokenizer,
+    )
+    assert [one["prompt"] for one in found.examples] == [
+        f"p{start + i}" for start in (0, 12, 24) for i in (0, 3, 6, 9)
+    ] + ["p36", "p37", "p38", "p39"]
 
 
 def test_an_evaluation_without_any_score_is_an_error(judges):

@@ -56,8 +56,8 @@ def _fake(
             "completions": [f"<b>{i}</b>\u2028" for i in range(4)],
             "answers": ["y"] * 4,
         }
-        rewards = [0.0, 0.25, float("nan"), 1.0]
-        samples.write(step, make_samples(rewards=rewards, scores={"right": rewards}, special=["<eos>"], **texts))
+        scored = [0.0, 0.25, float("nan"), 1.0]
+        samples.write(step, make_samples(rewards=scored, scores={"right": scored}, special=["<eos>"], **texts))
     return folder
 
 
@@ -342,24 +342,33 @@ def test_completions_before_and_after_are_side_by_side(tmp_path, undrawn):
     run = _fake(tmp_path / "run")
     _evaluated(run, 0, ["rambling <eos>", "also"], reward=0.1)
     made = report.report([run])
-    assert "Before and after" not in Path(made["html"]).read_text() and not made["verdicts"], "there is no after yet"
+    assert "Before and after" not in Path(made["html"]).read_text() and not made["notes"], "there is no after yet"
     _evaluated(run, 8, ["1. fog", "2. hail"], reward=0.9)
     made = report.report([run])
     page = Path(made["html"]).read_text(encoding="utf-8")
     assert "<h2>Before and after: run</h2>" in page and "<th>update 0</th><th>update 8</th>" in page
-    texts = "<pre>&lt;0&gt;?</pre>", "<pre>rambling <b class=token>&lt;eos&gt;</b></pre>", "<pre>1. fog</pre>"
+    before, after = "rambling <b class=token>&lt;eos&gt;</b>", "1. fog"
+    texts = "<pre>&lt;0&gt;?</pre>", *(f"<pre class=long>{text}</pre>" for text in (before, after))
     assert "".join(f"<td>{text}</td>" for text in texts) + "<td class=n>0.1</td><td class=n>0.9</td>" in page
     assert "<td>&lt;count&gt;</td><td class=n>0.100</td><td class=n>0.900</td>" in page
-    assert made["verdicts"] == [], "the accuracy rose too"
+    assert made["notes"] == [], "the accuracy rose too"
+    file = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:  # as where no function scored anything
+        line.pop("eval/reward/<count>", None)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "<h2>Before and after: run</h2><p>Means" in Path(report.report([run])["html"]).read_text(encoding="utf-8")
 
 
 def test_a_run_that_games_its_reward_is_named(tmp_path, undrawn):
-    run = _fake(tmp_path / "run", iterations=1)  # its accuracy falls from 0.1 to 0
-    _evaluated(run, 0, ["a"], reward=0.1)
+    run, other = _fake(tmp_path / "run", iterations=1), _fake(tmp_path / "other", name="grpo", iterations=1)
+    _evaluated(run, 0, ["a"], reward=0.1)  # the accuracy falls from 0.1 to 0
     _evaluated(run, 2, ["b"], reward=0.9)
-    made = report.report([run])
-    assert [text.startswith(f"{run}: the policy games its reward") for text in made["verdicts"]] == [True]
-    assert f"<h2>Read this first</h2><p><b>{run}: the policy games" in Path(made["html"]).read_text(encoding="utf-8")
+    made = report.report([run, other], out=tmp_path / "out")
+    assert [text.startswith(f"{run}: the reward may be gamed") for text in made["notes"]] == [True]
+    page = Path(made["html"]).read_text(encoding="utf-8")
+    assert f"<h2>Read this first</h2><p><b>{run}: the reward may be gamed" in page
+    assert page.index("Read this first") < page.index("Differences from")
 
 
 def test_no_title_is_there_twice(tmp_path, undrawn):
@@ -572,9 +581,12 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, arguments, says):
 
 
 @pytest.mark.parametrize("content", ["null", "[]", "5", '{"a": ', '{"a": ' + "[" * 100_000, "\xff"])
-@pytest.mark.parametrize("name", ["config.json", "samples/step_000002.jsonl", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "samples/step_000002.jsonl", "held_out/step_000002.jsonl", "metrics.jsonl"]
+)
 def test_a_damaged_file_of_a_run_is_one_sentence(tmp_path, capsys, name, content):
     file = _fake(tmp_path / "run", iterations=1) / name
+    file.parent.mkdir(exist_ok=True)
     file.write_bytes(content.encode("latin-1") + b"\n")
     assert report.main([str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
