@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -29,14 +29,14 @@ class Sample(TypedDict):
 
 def make_samples(
     *,
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    rewards: Sequence[Any],
-    answers: Sequence[str],
-    scores: Mapping[str, Sequence[Any]],
+    prompts: Iterable[str],
+    completions: Iterable[str],
+    rewards: Iterable[Any],
+    answers: Iterable[str],
+    scores: Mapping[str, Any],
     special: Sequence[str],
 ) -> list[Sample]:
-    """Return a sample per completion. Missing rewards and scores are NaN."""
+    """Return a sample per completion. `scores` has arrays; missing rewards and scores are NaN."""
     rows = zip(prompts, completions, rewards, answers, strict=True)
     return [
         {
