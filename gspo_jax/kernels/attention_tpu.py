@@ -25,13 +25,18 @@ def _block(tokens: int) -> int:
     return next((b for b in _BLOCKS if b <= tokens and -tokens % b <= tokens // 8), _LANES)
 
 
+def padded_length(tokens: int) -> int:
+    """Return a row's length in whole blocks."""
+    return tokens + -tokens % _block(tokens)
+
+
 def computed_products(tokens: int, *, heads: int) -> int:
     """Return how many products of head-sized vectors the kernel computes for one row and key head.
 
     Blocks with a visible pair are computed whole, in two matmuls: scores and output.
     """
     block = _block(tokens)
-    blocks = -(-tokens // block)
+    blocks = padded_length(tokens) // block
     return 2 * heads * block**2 * (blocks * (blocks + 1) // 2)
 
 
@@ -48,8 +53,7 @@ def attention(
     A query that sees no key gets an unspecified finite value: zeroing it would cost three passes over all outputs.
     """
     B, T, H, h = q.shape
-    Kv, block = k.shape[2], _block(T)
-    padded = T + -T % block
+    Kv, block, padded = k.shape[2], _block(T), padded_length(T)
     kernel = splash_attention_kernel.make_splash_mqa(
         splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((padded, padded))] * (H // Kv)),
         block_sizes=splash_attention_kernel.BlockSizes(

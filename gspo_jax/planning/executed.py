@@ -45,13 +45,14 @@ def filled(setting: Setting, name: str) -> dict[str, float]:
 def _splash(setting: Setting) -> Callable[[KernelCall], OpWork]:
     """Count whole blocks that the mask visits."""
     T = setting.config.data.max_prompt_length
+    padded = attention_tpu.padded_length(T)
     heads = setting.model.num_heads // setting.model.num_kv_heads
 
     def work(call: KernelCall) -> OpWork:
         count = attention_tpu.computed_products(T, heads=heads)
         *rows, group, queries, width = next(a.dims for a in call.operands if a.dtype in ("bf16", "f32"))
-        assert group == heads and 0 <= queries - T < T, (
-            f"{call.name} has queries {queries} by {group}, not {T} by {heads}"
+        assert (group, queries) == (heads, padded), (
+            f"{call.name} has queries {queries} by {group}, not {padded} by {heads}"
         )
         return OpWork(2.0 * width * count * math.prod(rows), call.declared.bytes)
 

@@ -114,8 +114,8 @@ def describe(name: str, *, slices: int = 1) -> list[Any]:
     kind, sides = generation(name), name.partition(":")[2].split("x")
     known = {**_MEGACORE, **_SINGLE}
     rank = 3 if kind in _MEGACORE else 2
+    example = "4x4x4" if rank == 3 else "4x4"
     if len(sides) != rank or not all(side.isdigit() and int(side) for side in sides):
-        example = "4x4x4" if rank == 3 else "4x4"
         raise UserError(f"topology {name!r} does not have {rank} positive sides; write it as {kind}:{example}")
     if importlib.util.find_spec("libtpu") is None:
         raise UserError("libtpu, the TPU compiler, is not installed; install it with pip install 'gspo_jax[tpu]'")
@@ -123,14 +123,21 @@ def describe(name: str, *, slices: int = 1) -> list[Any]:
     wrap = tuple(int(side) % full == 0 for side in sides) + (False,) * (3 - rank)
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
-    return topologies.get_topology_desc(
-        platform="tpu",
-        topology_name=f"{known[kind]}:{'x'.join(sides + ['1'] * (3 - rank))}",
-        wrap=wrap,
-        chip_config_name="megacore" if kind in _MEGACORE else "default",
-        chips_per_host_bounds=(2, 2, 1),
-        num_slices=slices,
-    ).devices
+    hosts = tuple(math.gcd(2, int(side)) for side in sides[:2])  # a host has 2x2 chips; a slice of one chip has fewer
+    try:
+        return topologies.get_topology_desc(
+            platform="tpu",
+            topology_name=f"{known[kind]}:{'x'.join(sides + ['1'] * (3 - rank))}",
+            wrap=wrap,
+            chip_config_name="megacore" if kind in _MEGACORE else "default",
+            chips_per_host_bounds=(*hosts, 1),
+            num_slices=slices,
+        ).devices
+    except jax.errors.JaxRuntimeError as error:
+        text = str(error).partition("\n")[0][:200]
+        raise UserError(
+            f"libtpu knows no topology {name!r} ({text}); choose another, such as {kind}:{example}"
+        ) from error
 
 
 def topology_mesh(name: str, sizes: Mapping[str, int], *, slices: int = 1) -> Mesh:

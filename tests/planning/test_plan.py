@@ -132,11 +132,14 @@ def test_executed_attention_of_packed_rows():
     assert not end[0, :512].any() and (own[0, 16384:] > np.arange(16384, 16500)).all()
 
 
-def test_executed_attention_of_prompts():
-    """A prompt of 512 tokens is one block, computed whole in two products for each of its heads."""
-    work = executed.kernels(setting(prompts=8), "sample_prefill")["splash_"]
-    queries, table = hlo.Array("bf16", (4, 8, 512, 128), 0), hlo.Array("s8", (1, 1, 1), 0)
-    once = costs.OpWork(2 * 2 * 32 * 512 * 512 * 128, 7)
+@pytest.mark.parametrize(("longest", "block"), [(512, 512), (48, 128)])
+def test_executed_attention_of_prompts(longest, block):
+    """A prompt of 512 tokens is one block, computed whole in two products for each of its heads. So is a short one."""
+    recipe = setting(prompts=8)
+    recipe.config.data.max_prompt_length = longest
+    work = executed.kernels(recipe, "sample_prefill")["splash_"]
+    queries, table = hlo.Array("bf16", (4, 8, block, 128), 0), hlo.Array("s8", (1, 1, 1), 0)
+    once = costs.OpWork(2 * 2 * 32 * block * block * 128, 7)
     assert work(costs.KernelCall("splash_mqa_fwd.1", (table, queries), (), costs.OpWork(0, 7))) == once
 
 

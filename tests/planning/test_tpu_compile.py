@@ -8,6 +8,7 @@ libtpu reads its environment only once. To print the figures of one dispatch:
 
 import functools
 import json
+import subprocess
 import sys
 import time
 
@@ -114,6 +115,16 @@ def test_the_tpu_compiler_takes_the_layer():
 def test_an_unknown_slice_says_what_there_is(name, message):
     with pytest.raises(UserError, match=message):
         topology.describe(name)
+
+
+@pytest.mark.slow
+@ahead.needs_libtpu
+def test_a_slice_may_have_one_chip_or_odd_sides_but_not_any_number():
+    script = "import sys; from gspo_jax.planning.topology import describe; print(len(describe(sys.argv[1])))"
+    for name, says in (("v6e:1x1", "1\n"), ("v5e:3x3", "9\n"), ("v5e:99999999x1", "")):
+        done = subprocess.run([sys.executable, "-c", script, name], capture_output=True, text=True, check=False)
+        assert done.stdout == says, done.stderr
+    assert "UserError: libtpu knows no topology 'v5e:99999999x1' (INVALID_ARGUMENT" in done.stderr
 
 
 if __name__ == "__main__":
