@@ -1,6 +1,7 @@
 """The command `gspo-jax`: `gspo-jax COMMAND …` is `python -m gspo_jax.COMMAND …`."""
 
 import difflib
+import os
 import runpy
 import sys
 
@@ -21,6 +22,8 @@ def main() -> int:
         return 2
     commands.answer_help(name, words)
     sys.argv = [f"gspo-jax {name}", *words]
+    if not sys.flags.safe_path and os.getcwd() not in sys.path:  # as `python -m` has it: own modules, configs
+        sys.path.append(os.getcwd())
     runpy.run_module(f"gspo_jax.{name}", run_name="__main__", alter_sys=True)
     return 0
 

@@ -1,5 +1,7 @@
 """The command `gspo-jax`: help at once, examples that parse, fields, completion, configs by name, and a run's own."""
 
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -96,6 +98,19 @@ def test_a_shell_completes_commands_and_flags(shell):
     program += '\nCOMP_WORDS=(gspo-jax ev); COMP_CWORD=1; _gspo_jax; echo "${COMPREPLY[*]}"'
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["--workdir=", "evaluate"]
+
+
+def test_modules_of_the_current_folder_are_found_as_python_m_finds_them(tmp_path):
+    (tmp_path / "mine.py").write_text("PROMPTS = 3\n")
+    text = "import mine\nfrom gspo_jax.config import base\n\ndef get_config():\n    raise ValueError(mine.PROMPTS)\n"
+    (tmp_path / "config.py").write_text(text)
+    command = shutil.which("gspo-jax", path=Path(sys.executable).parent)
+    assert command is not None
+    words = [command, "train", "--config=config.py", "--workdir=run"]
+    for safe, says in (("", "raises ValueError: 3"), ("1", "raises ModuleNotFoundError: No module named 'mine'")):
+        environment = os.environ | ({"PYTHONSAFEPATH": safe} if safe else {})
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and says in done.stderr, done.stderr
 
 
 def test_a_config_is_found_by_name_from_any_folder(tmp_path, monkeypatch):
