@@ -108,7 +108,7 @@ def get_config(task: str = "lines") -> ConfigDict:
     config.functions[task] = f"{__file__}:{task}"
     if reward not in config.functions:
         config.functions[reward] = f"{__file__}:{reward}"
-    config.data.task = task
+    config.data.task, config.data.max_prompt_length = task, 64
     config.rewards = ConfigDict({reward: 1.0})
     config.eval.correct = reward
     return config
