@@ -106,6 +106,11 @@ def base() -> ConfigDict:
     # sampler then differs a little from the trainer. Empty: model.dtype.
     config.sampling.cache_dtype = ""
     config.sampling.slots = placeholder(int)  # responses decoded concurrently, over all devices. None: all
+    # Tokens whose keys and values are stored at a time, over all devices. Slots that they cannot hold at full length
+    # stay unused, but for partial rollouts, where responses take pages as they grow. None: what the slots may need, or
+    # on an accelerator what fits beside all else.
+    config.sampling.pool_tokens = placeholder(int)
+    config.sampling.page = placeholder(int)  # tokens per page of the pool. None: an eighth of the longest, at least 64
     config.sampling.mesh = ConfigDict()  # sampler mesh on the trainer's devices. All 0: as `mesh`. Otherwise 0 means 1
     config.sampling.mesh.update({"data": 0, "fsdp": 0, "expert": 0, "tensor": 0})
     config.sampling.partial = ConfigDict()  # unfinished responses resume in the next sampling call
@@ -340,6 +345,8 @@ RANGES = {
     "sampling.weights_dtype": _one_of("bfloat16", "int8", "", note=" for model.dtype"),
     "sampling.cache_dtype": _one_of("int8", "", note=" for model.dtype"),
     "sampling.slots": COUNT,
+    "sampling.pool_tokens": COUNT,
+    "sampling.page": COUNT,
     **{f"sampling.mesh.{axis}": SAMPLER_AXIS for axis in ("data", "fsdp", "expert", "tensor")},
     "sampling.partial.prompts": COUNT,
     "sampling.partial.share": FRACTION_ABOVE_0,
@@ -385,6 +392,8 @@ MAY_CHANGE = (
     "processes.",
     "mesh.",
     "sampling.slots",
+    "sampling.pool_tokens",
+    "sampling.page",
     "model.dispatch",
     "model.remat",
     "training.row_tokens",

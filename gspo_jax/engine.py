@@ -210,6 +210,8 @@ def make_sampler(config: ConfigDict, made: Policy, meshes: Meshes, stop: StopRul
         sampling=players.make_sampling(config),
         stop=stop,
         slots=config.sampling.slots,
+        pool_tokens=config.sampling.pool_tokens,
+        page=config.sampling.page,
         router_logprobs=players.keeps_router_logprobs(config, made.config),
         precision=config.sampling.weights_dtype or None,
         cache_dtype=config.sampling.cache_dtype or None,

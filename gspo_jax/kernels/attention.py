@@ -1,7 +1,7 @@
 """Softmax attention with grouped key/value heads (GQA) and float32 scores.
 
-On TPU, prefill and attention over a slot's own tokens use kernels (attention_tpu.py, decode_attention_tpu.py), all else
-plain XLA. The trainer uses packed_attention.py.
+Plain XLA, but for prefill on TPU (attention_tpu.py). The trainer uses packed_attention.py, and a decode step that is
+fused on TPU decode_attention_tpu.py.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from gspo_jax.kernels import attention_tpu, decode_attention_tpu
+from gspo_jax.kernels import attention_tpu
 from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.kv import KV, each, parts, take
 from gspo_jax.kernels.scopes import at_most
@@ -19,9 +19,6 @@ from gspo_jax.kernels.scopes import at_most
 _MASKED = -1e30
 """Masked score. Finite, so that the softmax of padding is not NaN."""
 
-
-_TPU_QUERIES = 32
-"""Queries per slot in a block of prompts on TPU, mostly unused: another block would take longer to start."""
 _MIN_CHUNK, _MAX_CHUNKS = 64, 8
 """Minimum queries per chunk, and maximum chunks, which are unrolled. Only one chunk's scores exist at a time."""
 
@@ -128,7 +125,7 @@ class SlotRows:
 
 
 def _prompts_per_block(slots: int, prompts: int, group_size: int) -> int:
-    most = slots * (_TPU_QUERIES if platform() == "tpu" else 1) // group_size
+    most = slots // group_size
     return next(w for w in range(min(prompts, max(1, most)), 0, -1) if prompts % w == 0)
 
 
@@ -141,20 +138,20 @@ def decode_attention(
     v: KV,
     *,
     layer: Int[Array, ""],
-    step: Int[Array, ""],
+    table: Int[Array, "B W"],
     ages: Int[Array, " B"],
     rows: SlotRows | None,
 ) -> Float[Array, "B H h"]:
     """Return the attention of one query per slot, in one softmax over its prompt and its own tokens.
 
-    A group shares its prompt's keys. A slot's own keys are its newest `ages` columns in a ring of N segments of C
-    columns. This step's column is `step` modulo N·C. The ring may have room for more slots than queries. Only blocks
-    and segments that some slot sees are read. A slot of age 0 gets an undefined output.
+    A group shares its prompt's keys. A slot's own keys are the first `ages` columns of its pages. Only prompt blocks
+    that some slot sees are read, and as many pages of every slot as the oldest has. A slot of age 0 gets an undefined
+    output.
 
     Args:
       prompt_k, prompt_v: of all layers, [L, P, Kv, S, h].
-      k, v: of all layers, [L, N, R, Kv, C, h].
-      step: columns written before this step.
+      k, v: of all layers, [L, M, Kv, C, h].
+      table: pages of each slot, in order; any number past its age.
       ages: own tokens of each slot, including this step's.
       rows: None if slot b holds response b, for all P·G responses.
     """
@@ -166,12 +163,7 @@ def decode_attention(
         prompt = _attend_prompts(q, own_k, own_v, prompt_lengths)
     else:
         prompt = _attend_prompt_blocks(q, prompt_k, prompt_v, prompt_lengths, layer, rows)
-    if platform() == "tpu":
-        out = prompt.merge(
-            _PartialSoftmax(*decode_attention_tpu.ring_softmax(q, k, v, layer=layer, step=step, ages=ages))
-        )
-    else:
-        out = _attend_own_tokens(prompt, q, k, v, layer, step, ages)
+    out = _attend_own_tokens(prompt, q, k, v, layer, table, ages)
     return (out.out / jnp.maximum(out.total, 1e-30)).astype(q.dtype).reshape(B, H, h)
 
 
@@ -210,20 +202,15 @@ def _attend_prompt_blocks(q: Array, k: KV, v: KV, lengths: Array, layer: Array, 
 
 
 def _attend_own_tokens(
-    found: _PartialSoftmax, q: Array, k: KV, v: KV, layer: Array, step: Array, ages: Array
+    found: _PartialSoftmax, q: Array, k: KV, v: KV, layer: Array, table: Array, ages: Array
 ) -> _PartialSoftmax:
-    _, N, _, Kv, C, h = k.shape
-    B = q.shape[0]
-    first = jnp.maximum(step + 1 - ages.max(), 0) // C
-    count = jnp.minimum(step // C - first + 1, N)
+    C, W = k.shape[3], table.shape[1]
 
     def visit(i: Array | int, found: _PartialSoftmax) -> _PartialSoftmax:
-        segment = (first + i) % N
-        at, size = (layer, segment, 0, 0, 0, 0), (1, 1, B, Kv, C, h)
-        own_k, own_v = (each(lambda x: x[0, 0], take(kv, at, size)) for kv in (k, v))
-        age = (step - segment * C - jnp.arange(C)) % (N * C)
-        seen = age[None, None, None] < ages[:, None, None, None]
-        return found.merge(_partial_softmax(q, own_k, own_v, seen))
+        pages = table[:, i]
+        own_k, own_v = (each(lambda x: x.at[layer, pages].get(mode="clip"), kv) for kv in (k, v))
+        seen = i * C + jnp.arange(C)[None] < ages[:, None]
+        return found.merge(_partial_softmax(q, own_k, own_v, seen[:, None, None]))
 
-    with jax.named_scope(at_most(N)):
-        return visit(0, found) if N == 1 else jax.lax.fori_loop(0, count, visit, found)
+    with jax.named_scope(at_most(W)):
+        return visit(0, found) if W == 1 else jax.lax.fori_loop(0, -(-ages.max() // C), visit, found)

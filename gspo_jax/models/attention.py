@@ -80,7 +80,7 @@ def attend_cached(
     v: KV,
     *,
     layer: Int[Array, ""],
-    step: Int[Array, ""],
+    table: Int[Array, "B W"],
     ages: Int[Array, " B"],
     rows: SlotRows | None,
 ) -> Float[Array, "B H h"]:
@@ -89,10 +89,10 @@ def attend_cached(
     def attend(q: Array, keys: KV, values: KV, lengths: Array, k: KV, v: KV, where: dict) -> Array:
         return decode_attention(q, keys, values, lengths, k, v, **where)
 
-    queries, prompts, ring = (None, "heads"), (None, None, "kv_heads"), (None, None, None, "kv_heads")
+    queries, keys = (None, "heads"), (None, None, "kv_heads")
     arrays = (q, prompt_k, prompt_v, prompt_lengths, k, v)
-    where = {"layer": layer, "step": step, "ages": ages, "rows": rows}
-    return _on_shards(attend, (*arrays, where), (queries, prompts, prompts, (), ring, ring, ()), queries)
+    where = {"layer": layer, "table": table, "ages": ages, "rows": rows}
+    return _on_shards(attend, (*arrays, where), (queries, keys, keys, (), keys, keys, ()), queries)
 
 
 class HeadNorm(nnx.Module):

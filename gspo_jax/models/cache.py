@@ -1,6 +1,5 @@
-"""The decoder's KV cache: each prompt once, and a ring of each slot's newest tokens."""
+"""The decoder's KV cache: each prompt once, and each slot's own tokens in pages of a pool."""
 
-import dataclasses
 from typing import Literal
 
 import jax
@@ -15,12 +14,8 @@ from gspo_jax.parallel.mesh import constrain
 CacheDtype = Literal["int8"]
 """Storage dtypes other than the compute dtype."""
 
-_SEGMENT, _SEGMENTS = 64, 8
-"""Minimum columns per segment, and maximum segments. Attention reads whole segments."""
-
-
-RING_AXES = "layers", None, "batch", "kv_heads", None, None
-"""Logical axes of [L, N, B, Kv, C, h]."""
+POOL_AXES = "layers", None, "kv_heads", None, None
+"""Logical axes of a pool [L, M, Kv, C, h]."""
 
 
 @struct.dataclass
@@ -42,10 +37,9 @@ class DecodeSlots:
 
 @struct.dataclass
 class Cache:
-    """Keys and values of all layers: the prompts', and a ring where each step writes one column for all slots.
+    """Keys and values of all layers: the prompts', and a pool of M pages with C columns each.
 
-    Keys are rotated already, so column order does not matter: a slot's live columns are its newest `age` ones. Age 0
-    empties a slot.
+    Column t of a slot holds token t of its response, so the first `age` columns are live.
     """
 
     prompt_k: KV
@@ -53,19 +47,19 @@ class Cache:
     prompt_v: KV
     prompt_lengths: Int[Array, " P"]
     k: KV
-    """[L, N, B, Kv, C, h]: N segments of C columns. Entries past the slots are unused."""
+    """[L, M, Kv, C, h]."""
     v: KV
-    step: Int[Array, ""]
-    """Columns written so far. The next is `step` modulo N·C."""
+    table: Int[Array, "B W"]
+    """Page of each slot's columns [w C, (w + 1) C); undefined past its age."""
     group_size: int = struct.field(pytree_node=False)
     """G: responses per prompt."""
 
-
-def segments(length: int) -> tuple[int, int]:
-    """Return (N, C), segments and their columns, of a ring for `length` tokens."""
-    size = -(-length // _SEGMENTS)
-    size = min(length, -(-size // _SEGMENT) * _SEGMENT)
-    return -(-length // size), size
+    def newest(self, ages: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+        """Return the page and column of each slot's newest token; page M if idle."""
+        (_, M, _, C, _), (_, W) = self.k.shape, self.table.shape
+        at, column = jnp.divmod(jnp.maximum(ages - 1, 0), C)
+        page = jnp.where(jnp.arange(W)[None] == at[:, None], self.table, 0).sum(axis=1)
+        return jnp.where(ages > 0, page, M), column
 
 
 def stored(x: Float[Array, "*b h"], dtype: CacheDtype | None) -> KV:
@@ -79,38 +73,16 @@ def stored(x: Float[Array, "*b h"], dtype: CacheDtype | None) -> KV:
     return ScaledKV(jnp.asarray(values), jnp.asarray(scale)[..., 0])
 
 
-def empty_ring(prompts: KV, slots: int, length: int) -> KV:
-    """Return an empty ring of keys or values of all layers, for each slot's newest `length` tokens."""
-    (N, C), (L, _, Kv, _, h) = segments(length), prompts.shape
-    shape = L, N, slots, Kv, C, h
-    return sharded_ring(each(lambda x: jnp.zeros(shape[: x.ndim + 1], x.dtype), prompts))
+def empty_pool(prompts: KV, pages: int, columns: int) -> KV:
+    """Return an empty pool for keys or values of all layers, stored as the prompts' are."""
+    L, _, Kv, _, h = prompts.shape
+    shape = L, pages, Kv, columns, h
+    return sharded_pool(each(lambda x: jnp.zeros(shape[: x.ndim], x.dtype), prompts))
 
 
-def sharded_ring(ring: KV) -> KV:
-    """Shard a ring's slots and heads."""
-    return each(lambda x: constrain(x, *RING_AXES[: x.ndim]), ring)
-
-
-def keep_slots(cache: Cache, kept: Int[Array, " b"]) -> Cache:
-    """Move these slots to the front. The others' memory stays allocated, unused.
-
-    In place, one layer and segment at a time: a second, smaller cache would take half as much memory again, and a TPU
-    would copy the cache to move all segments together.
-    """
-    L, N, B, Kv, C, h = cache.k.shape
-
-    def move(i: Array | int, rings: tuple[KV, KV]) -> tuple[KV, KV]:
-        layer, segment = jnp.divmod(i, N)
-
-        def moved(ring: KV) -> KV:
-            at = layer, segment, 0, 0, 0, 0
-            own = take(ring, at, (1, 1, B, Kv, C, h))
-            return put(ring, each(lambda x: x[:, :, kept], own), at)
-
-        return moved(rings[0]), moved(rings[1])
-
-    k, v = jax.lax.fori_loop(0, L * N, move, (cache.k, cache.v))
-    return dataclasses.replace(cache, k=k, v=v)
+def sharded_pool(pool: KV) -> KV:
+    """Shard a pool's heads."""
+    return each(lambda x: constrain(x, *POOL_AXES[: x.ndim]), pool)
 
 
 def heads_first(kept: KV) -> KV:
@@ -122,41 +94,33 @@ def heads_first(kept: KV) -> KV:
     return each(lambda x: constrain(jnp.swapaxes(x, 2, 3), *axes[: x.ndim]), kept)
 
 
-def write_column(ring: KV, layer: Array, step: Array, new: Float[Array, "B Kv h"]) -> KV:
-    """Write every slot's newest token to this step's column of one layer."""
-    N, C = ring.shape[1], ring.shape[4]
-    segment, column = jnp.divmod(step % (N * C), C)
-    own = stored(new, "int8" if isinstance(ring, ScaledKV) else None)
-    return put(ring, each(lambda x: x[None, None, :, :, None], own), (layer, segment, 0, 0, column, 0))
+def write_tokens(
+    pool: KV, layer: Array, new: Float[Array, "B Kv h"], pages: Int[Array, " B"], columns: Int[Array, " B"]
+) -> KV:
+    """Write every slot's newest token to a column of its page in one layer. Page M is none."""
+    own = stored(new, "int8" if isinstance(pool, ScaledKV) else None)
+    return each(lambda old, x: old.at[layer, pages, :, columns].set(x, mode="drop"), pool, own)
 
 
-def write_prefix(ring: KV, slot: Array, step: Array, rows: KV, row: Array, start: Array, length: Array) -> KV:
-    """Write `length` columns of a row from `start` on as a slot's newest, before this step's.
+def write_prefix(pool: KV, pages: Int[Array, " W"], rows: KV, row: Array, start: Array, length: Array) -> KV:
+    """Write `length` columns of a row, from `start` on, to a response's first pages.
 
-    `rows` are [R, L, Kv, M, h], M at least a segment's columns. One slice per layer and segment: more would take
-    several copies of a slot, and a gather would make a TPU copy the ring in every step.
+    `rows` are [R, L, Kv, N, h]. One slice per layer and page: a gather would make a TPU copy the pool in every step.
     """
-    L, N, _, Kv, C, h = ring.shape
-    M = rows.shape[3]
+    L, _, Kv, C, h = pool.shape
+    N = rows.shape[3]
+    count, size = -(-length // C), min(C, N)
 
-    def write(i: Array | int, ring: KV) -> KV:
-        layer, segment = jnp.divmod(i, N)
+    def write(i: Array | int, pool: KV) -> KV:
+        layer, page = jnp.divmod(i, jnp.maximum(count, 1))
+        first = start + page * C
+        near = jnp.minimum(first, N - size)  # the last page may reach past the row
 
-        def columns(first: Array) -> KV:
-            """Return [1, 1, Kv, C, h], undefined outside the row."""
-            near = jnp.clip(first, 0, M - C)
+        def shifted(x: Array) -> Array:
+            padded = jnp.pad(x, [(0, C) if axis == 3 else (0, 0) for axis in range(x.ndim)])
+            return jax.lax.dynamic_slice_in_dim(padded, first - near, C, axis=3)
 
-            def shifted(x: Array) -> Array:
-                padded = jnp.pad(x, [(C, C) if axis == 3 else (0, 0) for axis in range(x.ndim)])
-                return jax.lax.dynamic_slice_in_dim(padded, C + first - near, C, axis=3)
+        own = each(shifted, take(rows, (row, layer, 0, near, 0), (1, 1, Kv, size, h)))
+        return put(pool, own, (layer, pages[page], 0, 0, 0))
 
-            return each(shifted, take(rows, (row, layer, 0, near, 0), (1, 1, Kv, C, h)))
-
-        # Past the ring's start, columns continue those N·C before.
-        first = (segment * C - step + length) % (N * C)
-        again = first + jnp.arange(C) >= N * C
-        before, here = columns(start + first - N * C), columns(start + first)
-        own = each(lambda a, b: jnp.where(again.reshape(-1, *(1,) * (a.ndim - 4)), a, b)[:, :, None], before, here)
-        return put(ring, own, (layer, segment, slot, 0, 0, 0))
-
-    return jax.lax.fori_loop(0, L * N, write, ring)
+    return jax.lax.fori_loop(0, L * count, write, pool)

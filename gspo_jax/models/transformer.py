@@ -22,7 +22,7 @@ from gspo_jax.models.attention import (
     attend_packed,
     rms_norm,
 )
-from gspo_jax.models.cache import Cache, CacheDtype, DecodeSlots, stored, write_column
+from gspo_jax.models.cache import Cache, CacheDtype, DecodeSlots, stored, write_tokens
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
 from gspo_jax.models.dispatch import Dispatch
 from gspo_jax.models.matrices import SCALE
@@ -208,7 +208,7 @@ class Transformer(nnx.Module):
             first += stack.layers
             found.append(routes)
         routes = join_routes(found, positions.shape)
-        return self._output(x, routes), dataclasses.replace(cache, step=cache.step + 1)
+        return self._output(x, routes), cache
 
     def _forward(self, tokens: Array, rows: "_Rows", routing: Routing | None, remat: Remat) -> tuple[Output, Any]:
 
@@ -258,15 +258,16 @@ def _decode_stack(
     """Feed x through one stack. Its layers in the cache are `layers`, from `first` on."""
     graph, stacked = nnx.split(block)
     whole, sliced = split_experts(stacked)
+    pages, columns = cache.newest(slots.ages)
 
     def layer(carry: tuple[Array, KV, KV], xs: tuple[nnx.State, Array]) -> tuple[Any, Routes | None]:
         x, ks, vs = carry
         params, index = xs
 
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[KV, KV]]:
-            own = write_column(ks, index, cache.step, k[:, 0]), write_column(vs, index, cache.step, v[:, 0])
+            own = write_tokens(ks, index, k[:, 0], pages, columns), write_tokens(vs, index, v[:, 0], pages, columns)
             prompt = cache.prompt_k, cache.prompt_v, cache.prompt_lengths
-            where = {"layer": index, "step": cache.step, "ages": slots.ages, "rows": rows}
+            where = {"layer": index, "table": cache.table, "ages": slots.ages, "rows": rows}
             return attend_cached(q[:, 0], *prompt, *own, **where)[:, None], own
 
         one = nnx.merge(graph, params, whole)

@@ -111,9 +111,10 @@ class _Programs:
         in_flight, sampler = self.config.sampling.partial.prompts, self.engine.sampler
         prompts, prefix, limits, min_ended = in_flight or self.prompts, None, None, 1.0
         responses = prompts * self.group
-        options = sampler.decode_options(responses)
         if in_flight is not None:
             min_ended = self.config.sampling.partial.share
+        options = sampler.decode_options(responses, min_ended)
+        if in_flight is not None:
             prefix = self._prefix(responses, slots=options["slots"])
             limits = _rows(self.sampler_mesh, (responses,), jnp.int32)
         prefill = self._prefill(prompts, prefix)
@@ -127,32 +128,21 @@ class _Programs:
         inputs = placed(prefilled, places), keys, limits
         if (pieces := sampler.pieces(responses, min_ended)) is not None:
             return self._pieces(pieces, weights, inputs)
-        options["min_ended"] = min_ended
         return [Program(decoder.decode, (graph, weights, *inputs), options, self.sampler_mesh)]
 
     def _pieces(self, decode: PolledDecode, weights: Weights, inputs: tuple[Any, ...]) -> list[Program]:
-        """Build a decode's pieces, of the shrinks only the first and largest."""
+        """Build a decode's pieces."""
         found: list[Program] = []
 
         def piece(function: Any, *carried: Any, **options: Any) -> Any:
-            program = Program(function, (decode, weights, inputs, *carried), options, self.sampler_mesh)
-            if function is not polled.shrink_piece or options["phase"] == 1:
-                found.append(program)
-            return program.results()
+            found.append(Program(function, (decode, weights, inputs, *carried), options, self.sampler_mesh))
+            return found[-1].results()
 
-        def sharded(carried: Any) -> Any:
-            progress, rings = carried
-            places = [NamedSharding(self.sampler_mesh, PartitionSpec(*polled.RINGS[: x.ndim])) for x in rings]
-            return jax.tree.map(lambda x: _rows(self.sampler_mesh, x.shape, x.dtype), progress), placed(rings, places)
-
-        carried = sharded(piece(polled.begin_piece))
-        with jax.set_mesh(self.sampler_mesh):
-            phases = decode.phases(inputs[0], inputs[2])
-        for phase in range(phases):
-            if phase:
-                carried = sharded(piece(polled.shrink_piece, *carried, phase=phase))
-            carried = sharded(piece(polled.advance_piece, *carried, phase=phase)[0])
-        piece(polled.finish_piece, carried[0], prompt_length=self.S)
+        state, pools = piece(polled.begin_piece)
+        places = [NamedSharding(self.sampler_mesh, PartitionSpec(*polled.POOLS[: x.ndim])) for x in pools]
+        state = jax.tree.map(lambda x: _rows(self.sampler_mesh, x.shape, x.dtype), state)
+        piece(polled.advance_piece, state, placed(pools, places))
+        piece(polled.finish_piece, state, prompt_length=self.S)
         return found
 
     def _prefill(self, prompts: int, prefix: PackedPrefix | None = None) -> Program:

@@ -27,11 +27,12 @@ from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
 from gspo_jax.parallel.rows import ROWS, shards
-from gspo_jax.rollout.loop import DecodeLoop, Prefilled, PrefilledKV, SampledTokens, length_mask, token_keys
+from gspo_jax.rollout.loop import Decoded, DecodeLoop
+from gspo_jax.rollout.pages import Pool, whole_pool
 from gspo_jax.rollout.precision import Precision, rounded
+from gspo_jax.rollout.prefilled import Prefilled, PrefilledKV, SampledTokens, length_mask
 from gspo_jax.rollout.prefixes import PackedPrefix
-from gspo_jax.rollout.sampling import SamplingParams, StopRule, draw
-from gspo_jax.rollout.shard import Decoded, advance, begin, finish, shrink
+from gspo_jax.rollout.sampling import SamplingParams, StopRule, draw, token_keys
 from gspo_jax.types import Prompts, RouterRecord, Weights
 
 
@@ -148,7 +149,7 @@ def _prefill_rows(
     return jax.lax.scan(one, last, (jnp.arange(len(prefix.tokens)), *rows))
 
 
-@partial(jax.jit, static_argnames=("graph", "sampling", "stop", "slots", "min_ended", "prompt_length"))
+@partial(jax.jit, static_argnames=("graph", "sampling", "stop", "slots", "pool", "min_ended", "prompt_length"))
 def decode(
     graph: nnx.GraphDef[Transformer],
     weights: Weights,
@@ -159,6 +160,7 @@ def decode(
     sampling: SamplingParams,
     stop: StopRule,
     slots: int,
+    pool: Pool | None = None,
     min_ended: float = 1.0,
     prompt_length: int | None = None,
 ) -> Decoded:
@@ -168,19 +170,18 @@ def decode(
       weights, keys, sampling: as in `prefill`.
       limits: token limit of each response, prefix included; 0 leaves it empty.
       slots: responses decoded at a time, over all devices, equally many per batch shard.
+      pool: a shard's pages of keys and values; None: enough for all slots.
       min_ended: return once this share of a shard's responses with a limit above 0 has ended.
       prompt_length: to which the result's prompts and routes are padded; defaults to the prompts' own.
     """
     padded = prompt_length or prefilled.prompts.tokens.shape[1]
-    options: Any = {"sampling": sampling, "stop": stop, "slots": slots // shards(), "min_ended": min_ended}
+    own = slots // shards()
+    options: Any = {"sampling": sampling, "stop": stop, "slots": own, "min_ended": min_ended}
+    options["pool"] = pool or whole_pool(own, stop.max_length)
 
     def run(weights: Weights, prefilled: Prefilled, keys: Key[Array, " n"], limits: Int[Array, " n"] | None) -> Decoded:
         loop = DecodeLoop(graph, weights, prefilled, keys, limits, **options)
-        progress = begin(loop)
-        for phase in range(len(loop.slot_counts)):
-            progress = shrink(loop, progress, phase) if phase else progress
-            progress = advance(loop, progress, phase)
-        return finish(loop, progress, padded)
+        return loop.finish(loop.advance(loop.start()), prompt_length=padded)
 
     in_specs = prefilled_specs(prefilled.prefix), ROWS, ROWS
     return shard_over_batch(run, weights, (prefilled, keys, limits), in_specs=in_specs, out_specs=ROWS)

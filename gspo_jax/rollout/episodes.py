@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Int, Key, Shaped, UInt32
 
 from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rollout.loop import Decoded
 from gspo_jax.rollout.prefixes import Prefix
 from gspo_jax.rollout.sampler import Sampler
-from gspo_jax.rollout.shard import Decoded
 from gspo_jax.types import Batch, Prompts, Rollout, RouterRecord
 
 Reply = Callable[[Sequence[str], Sequence[list[int]], Sequence[Any]], Sequence[list[int] | None]]

@@ -1,25 +1,27 @@
 """The decode loop of one batch shard: responses queue for slots, and every step decodes one token per slot.
 
-Slots go to queue positions in order, and every step writes one row of a log with a column per slot. Between phases the
-number of slots halves, the unfinished responses move together, and the log restarts at row 0. For example, 5 responses
-A to E on 2 slots, with an EOS from prefill as the first token of B:
+Slots go to queue positions in order. Between phases the number of slots halves, and the unfinished responses move
+together. For example, 5 responses A to E on 2 slots, with an EOS from prefill as the first token of B:
 
     queue position     0    1    2    3    4
     response           A    C    D    E    B          queue_length = 4: B needs no slot and comes last
 
     phase 1            slot 0     slot 1
       (prefill)        A0         C0
-      row 0            A1         C1 EOS              slot 1 is refilled with D, queue position 2
-      row 1            A2 EOS     D1                  slot 0 is refilled with E, queue position 3
-      row 2            E1         D2
-      row 3            E2         D3
-      row 4            E3 EOS     D4                  queue empty, one response left: one slot is enough
+      step 0           A1         C1 EOS              slot 1 is refilled with D, queue position 2
+      step 1           A2 EOS     D1                  slot 0 is refilled with E, queue position 3
+      step 2           E1         D2
+      step 3           E2         D3
+      step 4           E3 EOS     D4                  queue empty, one response left: one slot is enough
     phase 2            slot 0
-      row 0            D5 EOS
+      step 5           D5 EOS
 
-A row holds the tokens sampled in its step, and the routes of the tokens fed in it, sampled one step earlier. Token t of
-the response at queue position p is in row `first_row[p] + t` and column `slot[p]` of the log. Here `first_row` is -1
-for A and C, 0 for D, 1 for E; in phase 2, -5 for D.
+Each step writes a row of a log, with a column per slot: the tokens sampled in it, and the routes of the tokens fed in
+it, sampled one step earlier. When a response ends or the log is full, its column is copied to the response's place.
+
+Where the pool has too few pages for all slots (`pages`), a response gets a slot only if the pages that it and all
+others may yet need are free. A call that may return early (`min_ended`) needs no such reserve: if the pages run dry,
+the response with the fewest tokens gives up its slot, unfinished, and goes on in a later call.
 
 Nothing here uses a scatter: scatters are slow on TPUs, and some have crashed the TPU's compiler.
 """
@@ -31,109 +33,94 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Bool, Float, Int, Key, Shaped
+from jaxtyping import Array, Bool, Int, Key, Shaped
 
 from gspo_jax.kernels.kv import KV
 from gspo_jax.kernels.scopes import RARELY
 from gspo_jax.models import moe
-from gspo_jax.models.cache import Cache, DecodeSlots, empty_ring, keep_slots, write_prefix
+from gspo_jax.models.cache import Cache, DecodeSlots, empty_pool, write_prefix
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
-from gspo_jax.rollout.prefixes import PackedPrefix
-from gspo_jax.rollout.sampling import SamplingParams, StopRule, draw
-from gspo_jax.types import Prompts, RouterRecord, Weights
+from gspo_jax.rollout.pages import PageTable, Pool
+from gspo_jax.rollout.prefilled import Prefilled, SampledTokens, flatten_routes
+from gspo_jax.rollout.responses import ResponseBuffer, StepLog
+from gspo_jax.rollout.sampling import SamplingParams, StopRule, draw, is_eos, token_keys
+from gspo_jax.types import Rollout, Weights
 
 _MAX_SHRINKS = 3
 """Maximum halvings of the slots; each count is compiled separately."""
 _MIN_SLOTS = 4
 """Minimum slots after halving."""
+_LOG_ROWS = 128
 
 
-class SampledTokens(NamedTuple):
-    """Sampled token ids with their log-probs."""
+class DecodeStats(NamedTuple):
+    """Work of a decode loop, per shard."""
 
-    tokens: Int[Array, "*b"]
-    behaviour_logprobs: Float[Array, "*b"]
-    """Log-prob under the distribution sampled from."""
-    logprobs: Float[Array, "*b"]
-    """Log-prob under the full softmax at the sampling temperature."""
-
-
-class PrefilledKV(NamedTuple):
-    """Cache entries of M prefilled positions in R rows: prompts, or packed prefixes."""
-
-    k: KV
-    """Rotary positions applied: [L, R, Kv, M, h] of prompts, [R, L, Kv, M, h] of rows of prefixes."""
-    v: KV
-    routes: RouterRecord
-    """[R, M, L, K]."""
+    steps: Int[Array, " shards"]
+    slot_steps: Int[Array, " shards"]
+    """Slots, busy or idle, summed over steps; drives the cost."""
+    decode_tokens: Int[Array, " shards"]
+    """Sampled by the loop."""
+    sampled_tokens: Int[Array, " shards"]
+    """Including each response's first token, sampled by prefill."""
 
 
-class Prefilled(NamedTuple):
-    """Prefilled prompts and prefixes, with every response's next token."""
-
-    prompts: Prompts
-    """[P, S]."""
-    prefix: PackedPrefix | None
-    prompt_kv: PrefilledKV
-    prefix_kv: PrefilledKV | None
-    first: SampledTokens
-    """Token sampled after the prefix, [B]."""
+class Decoded(NamedTuple):
+    rollout: Rollout
+    """Prefixes are in tokens and routes, but are no actions of this call: their log-probs are 0."""
+    unfinished: Bool[Array, " B"]
+    """True for responses that reached neither an EOS nor their token limit."""
+    stats: DecodeStats
 
 
 @struct.dataclass
-class StepLog:
-    """Sampled tokens and routes of a phase, by row (step) and column (slot)."""
+class Slots:
+    """State of B slots."""
 
-    sampled: SampledTokens
-    """[rows, B]."""
-    routes: RouterRecord
-    """Routes of the tokens fed in the step, [rows, B, L·K]; see `flatten_routes`."""
-
-
-@struct.dataclass
-class LoopState:
-    """State of the decode loop: B slots, n queue positions."""
-
-    row: Int[Array, ""]
-    """Next row to write."""
     positions: Int[Array, " B"]
     """Queue position of the response in each slot; n if idle."""
     lengths: Int[Array, " B"]
     """Tokens of each slot's response so far, prefix included."""
     last_tokens: Int[Array, " B"]
     """Fed by the next step."""
+
+
+@struct.dataclass
+class LoopState:
+    """State of the decode loop: B slots, n queue positions. A phase uses the first of the slots."""
+
+    slots: Slots
+    pages: PageTable
     next_position: Int[Array, ""]
     """First queue position not yet given a slot."""
     num_ended: Int[Array, ""]
+    phase: Int[Array, ""]
     running: Bool[Array, ""]
     """True while the phase continues on any shard of the expert group."""
-    slot: Int[Array, " n"]
-    """Slot of each queue position in this phase, even once ended; B if none."""
-    first_row: Int[Array, " n"]
-    """Log row of each queue position's token 0; negative if sampled before the phase."""
+    steps: Int[Array, ""]
+    slot_steps: Int[Array, ""]
     log: StepLog
-    cache: Cache
+    row: Int[Array, ""]
+    """Rows of the log in use."""
+    buffer: ResponseBuffer
+    k: KV
+    """The pool's keys, [L, M, Kv, C, h]."""
+    v: KV
 
+    def first(self, size: int) -> "LoopState":
+        """Return the state of the first slots alone."""
+        slots, table = jax.tree.map(lambda x: x[:size], (self.slots, self.pages.table))
+        log = jax.tree.map(lambda x: x[:, :size], self.log)
+        return dataclasses.replace(self, slots=slots, pages=dataclasses.replace(self.pages, table=table), log=log)
 
-def is_eos(tokens: Int[Array, "*b"], eos_ids: Int[Array, " s"]) -> Bool[Array, "*b"]:
-    return (tokens[..., None] == eos_ids.reshape((1,) * tokens.ndim + (-1,))).any(axis=-1)
-
-
-def length_mask(lengths: Int[Array, " R"], size: int) -> Bool[Array, "R size"]:
-    """Return True on the first `lengths[r]` of `size` positions in row r."""
-    return jnp.arange(size)[None] < lengths[:, None]
-
-
-def token_keys(keys: Key[Array, " B"], t: Int[Array, " B"]) -> Key[Array, " B"]:
-    """Return keys for sampling token t of each response. Does not consume the response's key."""
-    return jax.vmap(jax.random.fold_in)(keys, t)
-
-
-def flatten_routes(x: Shaped[Array, "*b L K"]) -> Shaped[Array, "*b LK"]:
-    """Reshape to [..., L·K], because TPUs pad the last dimension to 128."""
-    return x.reshape(*x.shape[:-2], -1)
+    def with_first(self, state: "LoopState") -> "LoopState":
+        """Return the state with these first slots."""
+        own, new = ((x.slots, x.pages.table) for x in (self, state))
+        slots, table = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, 0, 0), own, new)
+        log = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, 0, 1), self.log, state.log)
+        return dataclasses.replace(state, slots=slots, pages=dataclasses.replace(state.pages, table=table), log=log)
 
 
 def _written(log: Shaped[Array, "rows *b"], new: Shaped[Array, "*b"], row: Int[Array, ""]) -> Array:
@@ -169,13 +156,12 @@ class DecodeLoop:
         sampling: SamplingParams,
         stop: StopRule,
         slots: int,
+        pool: Pool,
         min_ended: float,
     ):
         n = keys.shape[0]
-        self.prefilled, self.keys = prefilled, keys
-        self.sampling, self.stop, self.slots = sampling, stop, slots
-        self.eos_ids = jnp.asarray(stop.eos_ids, jnp.int32)
-        self.prefix_lengths = jnp.zeros(n, jnp.int32) if prefilled.prefix is None else prefilled.prefix.lengths
+        self.prefilled, self.keys, self.prefix_lengths = prefilled, keys, prefilled.prefix_lengths
+        self.sampling, self.stop, self.slots, self.pool = sampling, stop, slots, pool
         self.slot_counts = phases(slots, prefilled, limits, stop)
         """Slots of each phase."""
         self.limits = (
@@ -183,151 +169,263 @@ class DecodeLoop:
         )
         """Token limit of each response, prefix included."""
         self.model = weights.model(graph)
-        self.ended = is_eos(prefilled.first.tokens, self.eos_ids) | (self.prefix_lengths + 1 >= self.limits)
+        ended = is_eos(prefilled.first.tokens, stop.eos_ids) | (self.prefix_lengths + 1 >= self.limits)
+        self.ended: Bool[Array, " n"] = ended
         """True for responses that need no slot: prefill's token is an EOS or reaches the limit."""
+        self.is_whole = pool.is_whole(slots, stop.max_length)
+        """True if the pool never runs dry."""
+        self.aligned = slots == n and self.is_whole
+        """True if every response has a slot of its own."""
         self.queue, self.queue_length = jnp.arange(n, dtype=jnp.int32), jnp.full((), n, jnp.int32)
-        """The responses in their order; queue positions given a slot, n if every response starts with its own."""
-        if slots < n:  # ended responses go last and get no slot
-            self.queue = jnp.lexsort((self.queue, self.ended)).astype(jnp.int32)
-            self.queue_length = n - self.ended.sum(dtype=jnp.int32)
+        """The responses in their order; queue positions given a slot, n if aligned."""
+        if not self.aligned:  # ended responses go last and get no slot
+            self.queue = jnp.lexsort((self.queue, ended)).astype(jnp.int32)
+            self.queue_length = n - ended.sum(dtype=jnp.int32)
         self.enough = None
         """Stop once this many responses have ended, including any with limit 0."""
         if min_ended < 1:
             self.enough = n - jnp.floor((1 - min_ended) * (self.limits > 0).sum()).astype(jnp.int32)
 
     def start(self) -> LoopState:
-        """Return the first state: the queue's head in the slots, prefixes in the cache."""
+        """Return the first state: the queue's head in the slots, prefixes in the pool."""
         n, B, T = self.queue.shape[0], self.slots, self.stop.max_length
-        at = jnp.arange(B, dtype=jnp.int32)
-        positions = jnp.where(~self.ended if n == B else at < self.queue_length, at, n)
-        k = empty_ring(self.prefilled.prompt_kv.k, B, T)
-        # Prefixes take the columns just before the first one that a step writes.
-        first_column = 0 if self.prefilled.prefix_kv is None else k.shape[1] * k.shape[4]
-        state = LoopState(
-            row=jnp.zeros((), jnp.int32),
-            positions=positions,
-            lengths=self.prefix_lengths[self.queue[:B]] + 1,
-            last_tokens=self.prefilled.first.tokens[self.queue[:B]],
-            next_position=jnp.minimum(self.queue_length, B),
-            num_ended=self.ended.sum(dtype=jnp.int32),
-            running=jnp.zeros((), bool),
-            slot=jnp.minimum(jnp.arange(n, dtype=jnp.int32), B),
-            first_row=-1 - self.prefix_lengths[self.queue],
-            log=self._empty_log(T if n == B else (n * T) // B + T, B),
-            cache=self.cache(k, k, jnp.asarray(first_column, jnp.int32)),
-        )
-        state = self._load_prefixes(state, jnp.zeros((), jnp.int32))
-        return dataclasses.replace(state, running=self._continues(state, 0))
+        at, zero = jnp.arange(B, dtype=jnp.int32), jnp.zeros((), jnp.int32)
+        kv, rows = self.prefilled.prompt_kv, min(_LOG_ROWS, T)
 
-    def cache(self, k: KV, v: KV, step: Array) -> Cache:
-        prompts, kv = self.prefilled.prompts, self.prefilled.prompt_kv
-        return Cache(kv.k, kv.v, prompts.lengths, k, v, step, self.queue.shape[0] // kv.k.shape[1])
+        like = self.prefilled.first, jax.tree.map(flatten_routes, kv.routes)
+        log = StepLog(*jax.tree.map(lambda x: jnp.zeros((rows, B, *x.shape[2:]), x.dtype), like))
+        state = LoopState(
+            slots=Slots(jnp.full(B, n, jnp.int32), jnp.zeros(B, jnp.int32), jnp.zeros(B, jnp.int32)),
+            pages=PageTable.start(self.pool, B, T),
+            next_position=zero,
+            num_ended=self.ended.sum(dtype=jnp.int32),
+            phase=zero,
+            running=jnp.zeros((), bool),
+            steps=zero,
+            slot_steps=zero,
+            log=log,
+            row=zero,
+            buffer=ResponseBuffer.start(self.prefilled, T, rows),
+            k=empty_pool(kv.k, self.pool.pages, self.pool.columns),
+            v=empty_pool(kv.v, self.pool.pages, self.pool.columns),
+        )
+        if self.aligned:
+            slots = Slots(jnp.where(self.ended, n, at), self.prefix_lengths + 1, self.prefilled.first.tokens)
+            state = self._with_prefixes(dataclasses.replace(state, slots=slots), ~self.ended)
+            state = dataclasses.replace(state, next_position=self.queue_length)
+        else:
+            state = self._refill(state)
+        return dataclasses.replace(state, running=self._continues(state, [*self.slot_counts[1:], 0][0]))
+
+    def advance(self, state: LoopState, steps: int | None = None) -> LoopState:
+        """Step until all have ended, or enough, at most `steps` times."""
+        last = None if steps is None else state.steps + steps
+        for phase in range(len(self.slot_counts)):
+            state = self._run_phase(state, phase, last)
+            if phase + 1 < len(self.slot_counts):
+                state = self._next_phase(state, phase)
+        return state
+
+    def finish(self, state: LoopState, *, prompt_length: int) -> Decoded:
+        """Return the responses."""
+        buffer = self._collect(state, state.slots.positions < self.queue.shape[0])
+        rollout, unfinished = buffer.rollout(self.prefilled, self.limits, self.stop, prompt_length=prompt_length)
+        sampled = rollout.action_mask.sum(axis=1, dtype=jnp.int32)
+        decoded = jnp.maximum(sampled - 1, 0).sum()
+        counts = state.steps, state.slot_steps, decoded, sampled.sum()
+        return Decoded(rollout, unfinished, DecodeStats(*(x[None] for x in counts)))
+
+    def _run_phase(self, state: LoopState, phase: int, last: Array | None) -> LoopState:
+        size, fewer = self.slot_counts[phase], [*self.slot_counts[1:], 0][phase]
+
+        def more(state: LoopState) -> Array:
+            here = state.running & (state.phase == phase)
+            return here if last is None else here & (state.steps < last)
+
+        part = jax.lax.while_loop(more, lambda s: self.step(s, fewer_slots=fewer), state.first(size))
+        return state.with_first(part)
+
+    def _next_phase(self, state: LoopState, phase: int) -> LoopState:
+        """Leave a phase that is over: the busy slots become the first ones."""
+        over = (state.phase == phase) & ~state.running
+        order = jnp.argsort(state.slots.positions == self.queue.shape[0], stable=True)
+
+        def compacted(state: LoopState) -> LoopState:
+            state = self._collected(state)
+            slots = jax.tree.map(lambda x: x[order], state.slots)
+            return dataclasses.replace(state, slots=slots, pages=state.pages.reordered(order), phase=state.phase + 1)
+
+        state = jax.lax.cond(over, compacted, lambda s: s, state)
+        fewer = [*self.slot_counts[2:], 0][phase]
+        return dataclasses.replace(state, running=jnp.where(over, self._continues(state, fewer), state.running))
 
     def step(self, state: LoopState, *, fewer_slots: int) -> LoopState:
         """Feed the last token of every slot, sample the next, and refill slots with an ended response.
 
         The phase ends once the next one's `fewer_slots` can hold all remaining responses.
         """
-        n, aligned = self.queue.shape[0], state.positions.shape[0] == self.queue.shape[0]
-        active = state.positions < n
-        responses = jnp.arange(n, dtype=jnp.int32) if aligned else self.queue[jnp.minimum(state.positions, n - 1)]
-        slots = DecodeSlots(responses, jnp.where(active, state.lengths, 0), aligned=aligned)
-        output, cache = self.model.decode(state.last_tokens, slots, state.cache)
+        state = self._with_pages(state)
+        n, slots = self.queue.shape[0], state.slots
+        active, responses = slots.positions < n, self._responses(slots.positions)
+        fed = DecodeSlots(responses, jnp.where(active, slots.lengths, 0), aligned=self._aligned(state))
+        prompts, kv = self.prefilled.prompts, self.prefilled.prompt_kv
+        cache = Cache(kv.k, kv.v, prompts.lengths, state.k, state.v, state.pages.table, n // kv.k.shape[1])
+        output, cache = self.model.decode(slots.last_tokens, fed, cache)
         logits = constrain(output.logits[:, 0], "batch", "vocab")
-        keys = token_keys(self.keys if aligned else self.keys[responses], state.lengths)
+        keys = token_keys(self.keys if fed.aligned else self.keys[responses], slots.lengths)
         sampled = SampledTokens(*draw(keys, logits, self.sampling))
-        with_logprobs = self.prefilled.prompt_kv.routes.logprobs is not None
-        routes = moe.record(output.routes, active[:, None], self.model.config, logprobs=with_logprobs)
+        routes = moe.record(output.routes, active[:, None], self.model.config, logprobs=kv.routes.logprobs is not None)
         new = StepLog(sampled, jax.tree.map(lambda r: flatten_routes(r[:, 0]), routes))
         log = jax.tree.map(lambda rows, new: _written(rows, new, state.row), state.log, new)
-        lengths = state.lengths + 1
-        ends = is_eos(sampled.tokens, self.eos_ids) | (lengths >= self.limits[responses])
+        lengths = jnp.where(active, slots.lengths + 1, slots.lengths)
+        ends = active & (is_eos(sampled.tokens, self.stop.eos_ids) | (lengths >= self.limits[responses]))
         state = dataclasses.replace(
             state,
-            row=state.row + 1,
-            positions=jnp.where(ends, n, state.positions),
-            lengths=lengths,
-            last_tokens=sampled.tokens,
-            num_ended=state.num_ended + (ends & active).sum(dtype=jnp.int32),
+            slots=Slots(slots.positions, lengths, sampled.tokens),
+            steps=state.steps + 1,
+            slot_steps=state.slot_steps + len(lengths),
             log=log,
-            cache=cache,
+            row=state.row + 1,
+            k=cache.k,
+            v=cache.v,
         )
-        if self.slots < n:
-            first = state.next_position
-            refill = jnp.any(ends & active) & (first < self.queue_length)
-            state = jax.lax.cond(refill, self._refill, lambda s: s, state)
-            state = self._load_prefixes(state, first)
+        full = state.row == len(log.sampled.tokens)
+        state = jax.lax.cond(ends.any() | full, self._end, lambda s, _: s, state, ends)
         return dataclasses.replace(state, running=self._continues(state, fewer_slots))
 
-    def shrink(self, state: LoopState, size: int) -> LoopState:
-        """Start the next phase: the busy slots in the first `size`, and an empty log."""
+    def _aligned(self, state: LoopState) -> bool:
+        return self.aligned and len(state.slots.positions) == self.slots
+
+    def _responses(self, positions: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Return the responses at queue positions, any for n."""
         n = self.queue.shape[0]
-        kept = jnp.argsort(state.positions == n, stable=True)[:size]
-        positions, lengths = state.positions[kept], state.lengths[kept]
-        held = positions[None] == jnp.arange(n)[:, None]
-        slot = jnp.where(held.any(axis=1), held.argmax(axis=1).astype(jnp.int32), size)
-        state = dataclasses.replace(
-            state,
-            row=jnp.zeros((), jnp.int32),
-            positions=positions,
-            lengths=lengths,
-            last_tokens=state.last_tokens[kept],
-            slot=slot,
-            first_row=-lengths.at[slot].get(mode="clip"),
-            log=self._empty_log(self.stop.max_length, size),
-            cache=keep_slots(state.cache, kept),
-        )
-        return dataclasses.replace(state, running=self._continues(state, 0))
+        if self.aligned and len(positions) == n:
+            return jnp.arange(n, dtype=jnp.int32)
+        return self.queue[jnp.minimum(positions, n - 1)]
 
     def _continues(self, state: LoopState, fewer_slots: int) -> Bool[Array, ""]:
-        active = (state.positions < self.queue.shape[0]).sum()
+        active = (state.slots.positions < self.queue.shape[0]).sum()
         here = active + jnp.maximum(self.queue_length - state.next_position, 0) > fewer_slots
         if self.enough is not None:
             here &= state.num_ended < self.enough
         return mesh_lib.any_shard(here, ("expert",))  # all take equally many steps
 
-    def _refill(self, state: LoopState) -> LoopState:
-        n = self.queue.shape[0]
-        idle = state.positions == n
-        position = state.next_position + jnp.cumsum(idle, dtype=jnp.int32) - 1
-        taken = idle & (position < self.queue_length)
-        response = self.queue[jnp.minimum(position, n - 1)]
-        # Queue position next_position + i goes to idle slot number i.
-        i = jnp.arange(n, dtype=jnp.int32) - state.next_position
-        new = (i >= 0) & (i < taken.sum())
-        idle_slots = jnp.argsort(~idle, stable=True).astype(jnp.int32)
-        return dataclasses.replace(
-            state,
-            positions=jnp.where(taken, position, state.positions),
-            lengths=jnp.where(taken, self.prefix_lengths[response] + 1, state.lengths),
-            last_tokens=jnp.where(taken, self.prefilled.first.tokens[response], state.last_tokens),
-            next_position=state.next_position + taken.sum(dtype=jnp.int32),
-            slot=jnp.where(new, idle_slots.at[i].get(mode="clip"), state.slot),
-            first_row=jnp.where(new, state.row - 1 - self.prefix_lengths[self.queue], state.first_row),
+    def _end(self, state: LoopState, ends: Bool[Array, " B"]) -> LoopState:
+        """Collect the responses that ended, or all if the log is full, and refill their slots."""
+        full = state.row == len(state.log.sampled.tokens)
+        active = state.slots.positions < self.queue.shape[0]
+        buffer = self._collect(state, ends | (full & active))
+        state = dataclasses.replace(
+            self._left(state, ends),
+            num_ended=state.num_ended + ends.sum(dtype=jnp.int32),
+            buffer=buffer,
+            row=jnp.where(full, 0, state.row),
         )
+        return state if self.aligned else self._refill(state)
 
-    def _load_prefixes(self, state: LoopState, first: Int[Array, ""]) -> LoopState:
-        """Cache the prefixes of queue positions from `first` on."""
+    def _left(self, state: LoopState, slots: Bool[Array, " B"]) -> LoopState:
+        """Make slots idle."""
+        positions = jnp.where(slots, self.queue.shape[0], state.slots.positions)
+        slots_left = dataclasses.replace(state.slots, positions=positions)
+        return dataclasses.replace(state, slots=slots_left, pages=state.pages.take_back(slots))
+
+    def _collect(self, state: LoopState, chosen: Bool[Array, " B"]) -> ResponseBuffer:
+        """Return the buffer with these slots' rows of the log."""
+        slots, order = state.slots, jnp.argsort(~chosen, stable=True)
+        responses = self._responses(slots.positions)
+
+        def add(i: Array | int, buffer: ResponseBuffer) -> ResponseBuffer:
+            slot = order[i]
+            response = responses[slot]
+            length, prefix = slots.lengths[slot], self.prefix_lengths[response]
+            return buffer.add(state.log, state.row, slot, response, length, prefix)
+
+        with jax.named_scope(RARELY):
+            return jax.lax.fori_loop(0, chosen.sum(), add, state.buffer)
+
+    def _collected(self, state: LoopState) -> LoopState:
+        """Empty the log."""
+        buffer = self._collect(state, state.slots.positions < self.queue.shape[0])
+        return dataclasses.replace(state, buffer=buffer, row=jnp.zeros((), jnp.int32))
+
+    def _with_pages(self, state: LoopState) -> LoopState:
+        """Give a page to every slot whose next token needs one."""
+        if self.is_whole:
+            return state
+        C, n = self.pool.columns, self.queue.shape[0]
+
+        def needs(state: LoopState) -> Bool[Array, " B"]:
+            return (state.slots.positions < n) & ((state.slots.lengths - 1) % C == 0)
+
+        def give(state: LoopState) -> LoopState:
+            if self.enough is not None:
+                with jax.named_scope(RARELY):
+                    state = jax.lax.while_loop(lambda s: needs(s).sum() > s.pages.free(), self._set_aside, state)
+            pages = state.pages.give((state.slots.lengths - 1) // C, needs(state).astype(jnp.int32))
+            return dataclasses.replace(state, pages=pages)
+
+        return jax.lax.cond(needs(state).any(), give, lambda s: s, state)
+
+    def _set_aside(self, state: LoopState) -> LoopState:
+        """Take the slot from the response with the fewest tokens. It stays unfinished."""
+        active = state.slots.positions < self.queue.shape[0]
+        youngest = jnp.argmin(jnp.where(active, state.slots.lengths, self.stop.max_length + 1))
+        chosen = jnp.arange(len(active)) == youngest
+        return dataclasses.replace(self._left(state, chosen), buffer=self._collect(state, chosen))
+
+    def _refill(self, state: LoopState) -> LoopState:
+        """Give idle slots the next responses, as many as the pool has room for."""
+        n, slots = self.queue.shape[0], state.slots
+        idle = slots.positions == n
+        rank = jnp.arange(len(idle), dtype=jnp.int32)
+        given = (rank < idle.sum()) & (state.next_position + rank < self.queue_length)
+        if not self.is_whole:
+            given &= self._room(state, given)
+        count = given.sum(dtype=jnp.int32)
+        rank = jnp.cumsum(idle, dtype=jnp.int32) - 1
+        taken = idle & (rank < count)
+        positions = jnp.where(taken, state.next_position + rank, slots.positions)
+        response = self._responses(positions)
+        slots = Slots(
+            positions,
+            jnp.where(taken, self.prefix_lengths[response] + 1, slots.lengths),
+            jnp.where(taken, self.prefilled.first.tokens[response], slots.last_tokens),
+        )
+        state = dataclasses.replace(state, slots=slots, next_position=state.next_position + count)
+        return self._with_prefixes(state, taken)
+
+    def _room(self, state: LoopState, given: Bool[Array, " B"]) -> Bool[Array, " B"]:
+        """Return True for the next responses, in order, that the pool has room for."""
+        C, n, B = self.pool.columns, self.queue.shape[0], len(given)
+        following = self.queue[jnp.minimum(state.next_position + jnp.arange(B), n - 1)]
+        active, held = state.slots.positions < n, -(-(state.slots.lengths - 1) // C)
+        if self.enough is None:  # each to its limit
+            most = -(-(self.limits - 1) // C)
+            reserved = jnp.where(active, most[self._responses(state.slots.positions)] - held, 0).sum()
+            needed = most[following]
+        else:  # one more page for each
+            reserved, needed = active.sum(), -(-self.prefix_lengths[following] // C) + 1
+        return jnp.cumsum(jnp.where(given, needed, 0)) <= state.pages.free() - reserved
+
+    def _with_prefixes(self, state: LoopState, taken: Bool[Array, " B"]) -> LoopState:
+        """Load the prefixes of responses that took a slot."""
         prefix, prefix_kv = self.prefilled.prefix, self.prefilled.prefix_kv
         if prefix is None or prefix_kv is None:
             return state
+        responses, order = self._responses(state.slots.positions), jnp.argsort(~taken, stable=True)
+        count = jnp.where(taken, -(-prefix.lengths[responses] // self.pool.columns), 0)
+        pages = state.pages.give(jnp.zeros_like(count), count)
 
-        def load(position: Array, cache: Cache) -> Cache:
-            response = self.queue[position]
+        def load(i: Array | int, kv: tuple[KV, KV]) -> tuple[KV, KV]:
+            slot = order[i]
+            response = responses[slot]
             own = prefix.row[response], prefix.start[response], prefix.lengths[response]
             k, v = (
-                write_prefix(ring, state.slot[position], cache.step, rows, *own)
-                for ring, rows in ((cache.k, prefix_kv.k), (cache.v, prefix_kv.v))
+                write_prefix(pool, pages.table[slot], rows, *own)
+                for pool, rows in zip(kv, (prefix_kv.k, prefix_kv.v), strict=True)
             )
-            return dataclasses.replace(cache, k=k, v=v)
+            return k, v
 
         with jax.named_scope(RARELY):
-            cache = jax.lax.fori_loop(first, state.next_position, load, state.cache)
-        return dataclasses.replace(state, cache=cache)
-
-    def _empty_log(self, rows: int, slots: int) -> StepLog:
-        def empty(r: Array) -> Array:
-            return jnp.zeros((rows, slots, r.shape[-2] * r.shape[-1]), r.dtype)
-
-        routes = jax.tree.map(empty, self.prefilled.prompt_kv.routes)
-        return StepLog(jax.tree.map(lambda d: jnp.zeros((rows, slots), d.dtype), self.prefilled.first), routes)
+            k, v = jax.lax.fori_loop(0, taken.sum(), load, (state.k, state.v))
+        return dataclasses.replace(state, pages=pages, k=k, v=v)

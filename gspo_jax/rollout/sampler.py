@@ -18,11 +18,12 @@ from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import decoder, polled
+from gspo_jax.rollout.loop import Decoded, DecodeStats
+from gspo_jax.rollout.pages import fitting
 from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.precision import Precision
 from gspo_jax.rollout.prefixes import Prefix, bucket, pack
 from gspo_jax.rollout.sampling import SamplingParams, StopRule
-from gspo_jax.rollout.shard import Decoded, DecodeStats
 from gspo_jax.types import Prompts, Rollout, RouterRecord, SamplerStats, Weights
 
 POLL_STEPS = 256
@@ -43,6 +44,8 @@ class Sampler:
         sampling: SamplingParams,
         stop: StopRule,
         slots: int | None = None,
+        pool_tokens: int | None = None,
+        page: int | None = None,
         poll_steps: int | None = POLL_STEPS,
         router_logprobs: bool = False,
         precision: Precision | None = None,
@@ -56,6 +59,8 @@ class Sampler:
           mesh: the trainer's, or its devices in the same order along other axes.
           dtype: of the weights, except those declared float32.
           slots: None or more than there are responses: all.
+          pool_tokens: of the pool of keys and values, over all devices; None: slots × longest response.
+          page: tokens per page of the pool; None: `default_columns`.
           poll_steps: decode steps between calls of `poll`; None: only before a sampling call.
           precision: rounds weights not declared float32.
           shares_frozen: use the trainer's frozen weights, already in this layout and dtype.
@@ -65,6 +70,7 @@ class Sampler:
         self._weights: Weights | None = None
         self._sampling, self._slots, self._router_logprobs = sampling, slots, router_logprobs
         self._poll_steps, self._cache_dtype = poll_steps, cache_dtype
+        self._pool_tokens, self._page = pool_tokens, page
         self.group_size, self.stop, self.mesh = group_size, stop, mesh
         self.copy_bytes = 0
         """Size of the newest copy of the weights, over all devices."""
@@ -83,17 +89,26 @@ class Sampler:
             "cache_dtype": self._cache_dtype,
         }
 
-    def decode_options(self, responses: int) -> dict[str, Any]:
+    def decode_options(self, responses: int, min_ended: float = 1.0) -> dict[str, Any]:
         """Static arguments of `decoder.decode`."""
+        shards = mesh_lib.batch_shards(dict(self.mesh.shape))
         slots = responses if self._slots is None else min(self._slots, responses)
-        return {"sampling": self._sampling, "stop": self.stop, "slots": slots}
+        tokens = None if self._pool_tokens is None else self._pool_tokens // shards
+        own, pool = fitting(slots // shards, self.stop.max_length, tokens, self._page, grows=min_ended < 1)
+        return {
+            "sampling": self._sampling,
+            "stop": self.stop,
+            "slots": own * shards,
+            "pool": pool,
+            "min_ended": min_ended,
+        }
 
     def pieces(self, responses: int, min_ended: float = 1.0) -> PolledDecode | None:
         """Return the programs of a polled decode, or None if it fits `poll_steps`."""
-        options, steps = self.decode_options(responses), self._poll_steps
+        options, steps = self.decode_options(responses, min_ended), self._poll_steps
         if steps is None or decoder.most_steps(responses, options["slots"], self.stop) <= steps:
             return None
-        return PolledDecode(graph=self._graph, **options, min_ended=min_ended, poll_steps=steps)
+        return PolledDecode(graph=self._graph, **options, poll_steps=steps)
 
     def moved(self, weights: Weights) -> Weights:
         """Return the trainer's weights that the sampler copies."""
@@ -185,7 +200,7 @@ class Sampler:
             if (pieces := self.pieces(len(keys), min_ended)) is not None:
                 decoded = pieces(*inputs, prompt_length=width, poll=self.poll)
             else:
-                options: Any = {**self.decode_options(len(keys)), "min_ended": min_ended}
+                options = self.decode_options(len(keys), min_ended)
                 decoded = decoder.decode(self._graph, *inputs, **options, prompt_length=width)
             decoded = jax.block_until_ready(decoded)
             self._count(decoded.stats, prefill_s=middle - start, decode_s=time.perf_counter() - middle)

@@ -5,7 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from gspo_jax.errors import UserError
 from gspo_jax.kernels.backend import platform
@@ -50,6 +50,17 @@ class StopRule:
     eos_ids: tuple[int, ...]
     """Ids that end a response and belong to it; empty: run to the length limit."""
     pad_id: int = 0
+
+
+def is_eos(tokens: Int[Array, "*b"], eos_ids: tuple[int, ...]) -> Bool[Array, "*b"]:
+    """Return True for tokens that end a response."""
+    ids = jnp.asarray(eos_ids, jnp.int32)
+    return (tokens[..., None] == ids.reshape((1,) * tokens.ndim + (-1,))).any(axis=-1)
+
+
+def token_keys(keys: Key[Array, " B"], t: Int[Array, " B"]) -> Key[Array, " B"]:
+    """Return keys for sampling token t of each response. Does not consume the response's key."""
+    return jax.vmap(jax.random.fold_in)(keys, t)
 
 
 def truncate(logits: Float[Array, "B V"], *, top_k: int, top_p: float, min_p: float = 0.0) -> Float[Array, "B V"]:

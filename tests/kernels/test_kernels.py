@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax.kernels import attention
 from gspo_jax.kernels import grouped_matmul as gm
 from gspo_jax.kernels.attention import SlotRows, causal_attention, decode_attention
 from gspo_jax.kernels.logprobs import log_softmax_at, token_logprobs
@@ -140,34 +139,28 @@ def test_causal_attention_is_softmax_over_the_valid_keys_so_far(T):
     np.testing.assert_allclose(got[seeing], expected[seeing], atol=1e-5)
 
 
-RING = 2, 3  # segments, and columns per segment
+@pytest.mark.parametrize("slots", ["aligned", "few", "one"])
+@pytest.mark.parametrize(("longest", "cache_dtype"), [(1, None), (3, None), (7, None), (7, "int8")])
+def test_prompt_and_pages_are_one_softmax(slots, longest, cache_dtype):
+    """Shared prompt keys and pages of own keys, under one softmax, equal naive attention over one contiguous row.
 
-
-@pytest.mark.parametrize("slots", ["aligned", "few", "one", "few, as on TPU"])
-@pytest.mark.parametrize(
-    ("step", "cache_dtype"), [(0, None), (2, None), (4, None), (7, None), (11, None), (11, "int8")]
-)
-def test_two_segments_are_one_softmax(slots, step, cache_dtype, monkeypatch):
-    """Shared prompt keys and a ring of own keys, under one softmax, equal naive attention over one contiguous row.
-
-    Checked to 1e-5 at every ring position, for slots in row order, few slots, and one; prompts in blocks, and all at
-    once, as on TPU. With int8 they equal attention over the values that are stored.
+    Checked to 1e-5 for slots in row order, few slots, and one, with pages in random order. With int8 they equal
+    attention over the values that are stored.
     """
-    if "TPU" in slots:
-        monkeypatch.setattr(attention, "_prompts_per_block", lambda slots, prompts, group_size: prompts)
-        slots = "few"
-    rng = np.random.default_rng(step)
+    rng = np.random.default_rng(longest)
     L, P, G, S, Kv, h, layer = 2, 3, 2, 4, 2, 8, 1
-    (N, C), n = RING, P * G
+    W, C, n = 3, 3, P * G
     responses = {"aligned": np.arange(n), "few": np.array([5, 0, 4, 1]), "one": np.array([3])}[slots]
     B = len(responses)
     lengths = np.array([2, 4, 1])
-    ages = np.minimum(rng.integers(1, N * C + 1, B), step + 1)
+    ages = rng.integers(1, longest + 1, B)
+    ages[0] = longest
     if B > 1:
         ages[1] = 0  # an idle slot
+    table = rng.permutation(B * W).reshape(B, W)
     q = rng.standard_normal((B, 4, h)).astype(np.float32)
     prompt_k, prompt_v = rng.standard_normal((2, L, P, Kv, S, h)).astype(np.float32)
-    k, v = rng.standard_normal((2, L, N, B, Kv, C, h)).astype(np.float32)
+    k, v = rng.standard_normal((2, L, B * W, Kv, C, h)).astype(np.float32)
     rows = None
     if slots != "aligned":
         rows = SlotRows.of(jnp.asarray(responses), jnp.asarray(ages > 0), P, G)
@@ -175,17 +168,16 @@ def test_two_segments_are_one_softmax(slots, step, cache_dtype, monkeypatch):
     if cache_dtype is not None:
         prompt_k, prompt_v, k, v = (np.asarray(a.values * a.scale[..., None]) for a in kv)
     arrays = jnp.asarray(q), *kv[:2], jnp.asarray(lengths), *kv[2:]
-    where = {"layer": jnp.asarray(layer), "step": jnp.asarray(step), "ages": jnp.asarray(ages), "rows": rows}
+    where = {"layer": jnp.asarray(layer), "table": jnp.asarray(table), "ages": jnp.asarray(ages), "rows": rows}
     got = jax.jit(decode_attention)(*arrays, **where)
 
-    ring_k, ring_v = (np.moveaxis(a[layer], 3, 1).reshape(N * C, B, Kv, h) for a in (k, v))
     for b in np.flatnonzero(ages):
         p = responses[b] // G
-        newest = [(step - i) % (N * C) for i in range(ages[b])]
         own_k, own_v = (
-            np.concatenate([np.swapaxes(prompt[layer, p], 0, 1)[: lengths[p]], ring[newest, b]])[None]
-            for prompt, ring in ((prompt_k, ring_k), (prompt_v, ring_v))
+            np.concatenate([a[layer, p][:, : lengths[p]], *pool[layer, table[b]]], axis=1)[:, : lengths[p] + ages[b]]
+            for a, pool in ((prompt_k, k), (prompt_v, v))
         )
+        own_k, own_v = (np.swapaxes(a, 0, 1)[None] for a in (own_k, own_v))
         expected = naive_attention(q[b][None, None], own_k, own_v, np.ones((1, 1, own_k.shape[1]), bool))
         np.testing.assert_allclose(got[b], expected[0, 0], atol=1e-5)
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax.kernels.kv import head_bytes
-from gspo_jax.models.cache import Cache, empty_ring, keep_slots, stored, write_column, write_prefix
+from gspo_jax.models.cache import Cache, empty_pool, stored, write_prefix, write_tokens
 
-L, N, B, KV, C, H = 2, 3, 4, 2, 8, 16
+L, M, B, KV, C, H = 2, 9, 4, 2, 8, 16
 
 
 def draw(shape, seed=0):
@@ -29,24 +29,41 @@ def test_each_token_of_a_head_has_a_scale():
     assert stored(x, None) is x
 
 
-def test_columns_prefixes_and_slots_move_with_their_scales():
-    ring, rows, column = draw((L, N, B, KV, C, H)), draw((2, L, KV, 40, H), 1), draw((B, KV, H), 2)
-    step, one = jnp.asarray(N * C + 3), jnp.asarray(1)
-    equal(write_column(stored(ring, "int8"), one, step, column), write_column(ring, one, step, column))
-    slot, row, start, length = map(jnp.asarray, (2, 1, 5, 17))
-    found = write_prefix(stored(ring, "int8"), slot, step, stored(rows, "int8"), row, start, length)
-    equal(found, write_prefix(ring, slot, step, rows, row, start, length))
-    prompts = draw((L, 2, KV, 5, H), 3)
-    kept, whole = (
-        keep_slots(Cache(p, p, jnp.asarray([5, 2]), r, r, step, 2), jnp.asarray([3, 1]))
-        for p, r in ((stored(prompts, "int8"), stored(ring, "int8")), (prompts, ring))
-    )
-    equal(kept.k, whole.k)
-    equal(kept.v, whole.v)
-    np.testing.assert_array_equal(whole.k[:, :, :2], ring[:, :, [3, 1]])
+def test_tokens_and_prefixes_are_written_with_their_scales():
+    pool, rows, new = draw((L, M, KV, C, H)), draw((2, L, KV, 40, H), 1), draw((B, KV, H), 2)
+    one, pages, columns = jnp.asarray(1), jnp.asarray([3, M, 0, 8]), jnp.asarray([7, 0, 2, 0])
+    whole = write_tokens(pool, one, new, pages, columns)
+    equal(write_tokens(stored(pool, "int8"), one, new, pages, columns), whole)
+    expected = np.array(pool)
+    for slot in (0, 2, 3):  # slot 1 is idle
+        expected[1, pages[slot], :, columns[slot]] = new[slot]
+    np.testing.assert_array_equal(whole, expected)
+
+    row, start, length = map(jnp.asarray, (1, 21, 19))
+    pages = jnp.asarray([5, 2, 7, 0])
+    whole = write_prefix(pool, pages, rows, row, start, length)
+    equal(write_prefix(stored(pool, "int8"), pages, stored(rows, "int8"), row, start, length), whole)
+    written = np.concatenate([np.asarray(whole)[:, page] for page in (5, 2, 7)], axis=2)
+    np.testing.assert_array_equal(written[:, :, :19], rows[1, :, :, 21:40])
+    others = np.delete(np.arange(M), [5, 2, 7])
+    np.testing.assert_array_equal(whole[:, others], pool[:, others])
 
 
-def test_an_empty_ring_is_stored_as_the_prompts_are():
-    prompts, empty = draw((L, 2, KV, 5, H)), jnp.zeros((L, 1, B, KV, 20, H))
-    np.testing.assert_array_equal(empty_ring(prompts, B, 20), empty)
-    equal(empty_ring(stored(prompts, "int8"), B, 20), empty)
+def test_rows_shorter_than_a_page_fill_its_beginning():
+    rows = draw((1, L, KV, 5, H))
+    pool = write_prefix(draw((L, M, KV, C, H)), jnp.asarray([4]), rows, *map(jnp.asarray, (0, 2, 3)))
+    np.testing.assert_array_equal(pool[:, 4, :, :3], rows[0, :, :, 2:5])
+
+
+def test_the_newest_column_is_the_last_of_its_slots_pages():
+    table, prompts, pool = jnp.asarray([[4, 1], [0, 8], [2, 3]]), draw((L, 2, KV, 5, H)), draw((L, M, KV, C, H))
+    cache = Cache(prompts, prompts, jnp.asarray([5, 2]), pool, pool, table, 2)
+    pages, columns = cache.newest(jnp.asarray([8, 9, 0]))
+    np.testing.assert_array_equal(pages, [4, 8, M])
+    np.testing.assert_array_equal(columns[:2], [7, 0])
+
+
+def test_an_empty_pool_is_stored_as_the_prompts_are():
+    prompts, empty = draw((L, 2, KV, 5, H)), jnp.zeros((L, M, KV, 20, H))
+    np.testing.assert_array_equal(empty_pool(prompts, M, 20), empty)
+    equal(empty_pool(stored(prompts, "int8"), M, 20), empty)
