@@ -273,6 +273,8 @@ class SamplerStats:
     """Decode steps of the slowest shard in each call."""
     slot_steps: int = 0
     """Decode steps times slots, summed over shards."""
+    filled: float = 0.0
+    """Share of the pools with live keys, summed over slot-steps."""
     decode_tokens: int = 0
     sampled_tokens: int = 0
     """Including each response's first token, sampled by prefill."""
@@ -281,3 +283,8 @@ class SamplerStats:
     def occupancy(self) -> float:
         """Fraction of slot-steps that sampled a token; 1 before any decode step."""
         return self.decode_tokens / self.slot_steps if self.slot_steps else 1.0
+
+    @property
+    def pool(self) -> float:
+        """Mean share of the pools that holds live keys; 1 before any decode step."""
+        return self.filled / self.slot_steps if self.slot_steps else 1.0

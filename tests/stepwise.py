@@ -22,8 +22,12 @@ class Decoding:
     """Seconds of a step in each phase; the slots are halved from one to the next."""
     key: float
     """Seconds for each column of the cache that the slots of a shard read."""
-    block: int
-    polled: bool
+    prompt: int
+    """Columns that every busy slot reads beside its own."""
+    page: int
+    pages: int | None
+    """A shard's pages, where responses take them as they grow."""
+    poll: int | None
     share: float = 1.0
 
 
@@ -43,11 +47,32 @@ def generate(decoding: Decoding, done: np.ndarray, lengths: np.ndarray) -> tuple
     if decoding.share < 1:
         live = unfinished.reshape(N, per_shard).sum(axis=1)
         least = per_shard - np.array([math.floor(round((1 - decoding.share) * n, 4)) for n in live])
-    made = np.zeros(N, int)
     held = np.full((N, slots), -1)
-    for shard in range(N):
-        for slot in range(min(slots, len(queues[shard]))):
+    size = decoding.page
+
+    def fed(response: int) -> int:
+        return int(done[response]) - 1  # the newest token has no key yet
+
+    def fill(shard: int) -> None:
+        """Give free slots to the next responses while pages are left: its own and one more, for it and all others."""
+        inside = [i for i in held[shard] if i >= 0]
+        taken = sum(math.ceil(fed(i) / size) for i in inside)
+        promised = len(inside)
+        for slot in range(slots):
+            if held[shard, slot] >= 0 or not queues[shard]:
+                continue
+            wanted = math.ceil(fed(queues[shard][0]) / size) + 1
+            if decoding.pages is not None and taken + promised + wanted > decoding.pages:
+                return
+            promised += wanted
             held[shard, slot] = queues[shard].pop(0)
+
+    def dry(shard: int) -> bool:
+        after = sum(math.ceil((fed(i) + 1) / size) for i in held[shard] if i >= 0)
+        return decoding.pages is not None and after > decoding.pages
+
+    for shard in range(N):
+        fill(shard)
     waiting = np.array([len(queue) for queue in queues])
 
     def goes_on(fewer: int) -> np.ndarray:
@@ -55,25 +80,40 @@ def generate(decoding: Decoding, done: np.ndarray, lengths: np.ndarray) -> tuple
         return here.reshape(groups, lockstep).any(axis=1)
 
     seconds, steps = np.zeros(groups), np.zeros(groups, int)
-    for phase, fixed in enumerate(decoding.fixed):
-        last = phase == len(decoding.fixed) - 1
+    of_piece, before = np.zeros(groups), np.zeros(groups, int)  # since all shards last waited for one another
+    phase = np.zeros(groups, int)
+    fewer = [*(slots >> (i + 1) for i in range(len(decoding.fixed) - 1)), 0]
+    while True:
+        for _ in fewer:  # a group may go through several phases at once
+            over_now = ~np.array([goes_on(f) for f in fewer])[phase, np.arange(groups)]
+            phase = np.minimum(phase + over_now, len(fewer) - 1)
         running = goes_on(0)
-        while running.any():
-            busy = held >= 0
-            columns = np.where(busy, done[held] + decoding.block, 0).sum(axis=1).reshape(groups, lockstep).max(axis=1)
-            seconds += np.where(running, fixed + decoding.key * columns, 0.0)
-            steps += running
-            moving = busy & np.repeat(running, lockstep)[:, None]
-            made += moving.sum(axis=1)
-            done[held[moving]] += 1
-            for shard, slot in zip(*np.nonzero(moving & (done[held] == lengths[held])), strict=True):
-                over[shard] += 1
-                held[shard, slot] = queues[shard].pop(0) if queues[shard] else -1
-                waiting[shard] = len(queues[shard])
-            running &= goes_on(0 if last else slots >> (phase + 1))
-        if decoding.polled:
-            seconds[:] = seconds.max()
-    return seconds.max(), steps.max(), done
+        ready = running if decoding.poll is None else running & (steps - before < decoding.poll)
+        if not ready.any():
+            seconds[:] += of_piece.max()
+            of_piece[:], before = 0, steps.copy()
+            if not running.any():
+                return seconds.max(), steps.max(), done
+            continue
+        own = np.repeat(ready, lockstep)
+        for shard in np.flatnonzero(own):
+            while dry(shard):
+                inside = np.flatnonzero(held[shard] >= 0)
+                held[shard, inside[np.argmin(done[held[shard, inside]])]] = -1
+        busy = held >= 0
+        columns = (
+            np.where(busy, done[held] + decoding.prompt + size / 2, 0).sum(axis=1).reshape(groups, lockstep).max(axis=1)
+        )
+        of_piece += np.where(ready, np.array(decoding.fixed)[phase] + decoding.key * columns, 0.0)
+        steps += ready
+        moving = busy & own[:, None]
+        done[held[moving]] += 1
+        ended = moving & (done[held] == lengths[held])
+        held[ended] = -1
+        over += ended.sum(axis=1)
+        for shard in np.flatnonzero(ended.any(axis=1)):
+            fill(shard)
+            waiting[shard] = len(queues[shard])
 
 
 @dataclass

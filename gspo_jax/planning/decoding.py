@@ -1,11 +1,10 @@
 """Simulated sampling time for given response lengths.
 
-Slots, phases and early exits follow rollout/loop.py and rollout/polled.py, partial rollouts rollout/episodes.py. Left
-out, at milliseconds per call: moving slots between phases, loading prefixes into the cache, and the host.
+Slots, pages, phases and early exits follow rollout/loop.py and rollout/polled.py, partial rollouts rollout/episodes.py.
+Left out, at milliseconds per call: moving slots between phases, loading prefixes into the cache, and the host.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -37,10 +36,14 @@ class Decoder:
     """Adjacent shards that step together: an expert group."""
     steps: tuple[Step, ...]
     """Step of each phase. Each phase halves the slots."""
-    block: int
-    """Cache columns read together."""
-    polled: bool
-    """True if all shards enter a phase together."""
+    prompt: int
+    """Columns of a prompt, which every busy slot reads beside its own."""
+    page: int
+    """Columns read together."""
+    pages: int | None
+    """A shard's pages of keys and values, where responses share them as they grow. None: enough for all slots."""
+    poll_steps: int | None
+    """Steps after which all shards wait for the slowest, if any."""
     share: float = 1.0
     """Share of a shard's unfinished responses that must end before a call returns."""
 
@@ -81,25 +84,29 @@ def decode(decoder: Decoder, prefix: Int[np.ndarray, " B"], left: Int[np.ndarray
     prefix, left = (x.reshape(N, -1).astype(np.int64) for x in (prefix, left))
     needed = np.maximum(left - 1, 0)  # prefill samples the first token
     queued = (needed > 0).sum(axis=1)
-    start, end = _schedule(needed, min(most, left.shape[1]))
-    ends = np.sort(np.where(needed > 0, end, NEVER), axis=1)
-    horizon = int(np.where(ends < NEVER, ends, 0).max(initial=0))
+    if decoder.pages is None:
+        start, end = _schedule(needed, min(most, left.shape[1]))
+    else:
+        start, end = _schedule_by_pages(prefix, needed, most, decoder.page, decoder.pages)
+    gone = np.sort(end, axis=1)
+    ends = np.sort(np.where(end - start == needed, end, NEVER), axis=1)  # the others were set aside
+    horizon = int(np.where(gone < NEVER, gone, 0).max(initial=0))
     busy, ages = _by_step(prefix, start, end, needed > 0, horizon)
 
     leaves = np.full(N, NEVER)
     if decoder.share < 1:
         spared = np.floor(np.float32(1 - decoder.share) * (left > 0).sum(axis=1, dtype=np.float32)).astype(np.int64)
         leaves = _after(ends, queued - spared)
-    over = np.minimum(_after(ends, queued), leaves).reshape(-1, decoder.lockstep).max(axis=1)  # per lockstep group
+    over = np.minimum(_after(gone, queued), leaves).reshape(-1, decoder.lockstep).max(axis=1)  # per lockstep group
     counts = [step.slots for step in decoder.steps]
     bounds = [np.zeros(len(over), np.int64)]
     for fewer in [*counts[1:], 0]:
-        through = np.minimum(_after(ends, queued - fewer), leaves).reshape(len(over), -1).max(axis=1)
-        bounds.append(np.minimum(over, np.maximum(through, bounds[-1] + 1)))
+        through = np.minimum(_after(gone, queued - fewer), leaves).reshape(len(over), -1).max(axis=1)
+        bounds.append(np.minimum(over, np.maximum(through, bounds[-1])))
 
-    read = (ages + decoder.block * busy).reshape(len(over), decoder.lockstep, -1).max(axis=1)
+    read = (ages + (decoder.prompt + decoder.page / 2) * busy).reshape(len(over), decoder.lockstep, -1).max(axis=1)
     in_use = busy.reshape(len(over), decoder.lockstep, -1).sum(axis=1)
-    taken = np.clip(np.repeat(over, decoder.lockstep)[:, None] - start, 0, needed)
+    taken = np.clip(np.repeat(over, decoder.lockstep)[:, None] - start, 0, end - start)
     sampled = np.where(left > 0, 1 + np.where(needed > 0, taken, 0), 0)
     return _timed(decoder, bounds, read, in_use, sampled.reshape(-1))
 
@@ -116,6 +123,56 @@ def _schedule(needed: Int[np.ndarray, "N n"], slots: int) -> tuple[np.ndarray, n
         start[rows, response] = free[rows, slot]
         end[rows, response] = free[rows, slot] = free[rows, slot] + needed[rows, response]
     return start, end
+
+
+def _schedule_by_pages(
+    prefix: Int[np.ndarray, "N n"], needed: Int[np.ndarray, "N n"], slots: int, page: int, pages: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return each response's start and end step, at which it may have been set aside.
+
+    From event to event: a response ends, or the pages run dry and the one with the fewest tokens leaves.
+    """
+    N, n = needed.shape
+    order, queued = np.argsort(needed == 0, axis=1, kind="stable"), (needed > 0).sum(axis=1)
+    start, end = np.full((2, N, n), NEVER)
+    held, age, left = np.full((N, slots), -1), *np.zeros((2, N, slots), np.int64)
+    now, following, rank, shards = *np.zeros((2, N), np.int64), np.arange(slots), np.arange(N)[:, None]
+
+    def used(more: np.ndarray) -> np.ndarray:
+        return np.where(held >= 0, -(-(age + more[:, None]) // page), 0).sum(axis=1)
+
+    freed = np.ones(N, bool)
+    while True:
+        idle = held < 0
+        position = following[:, None] + rank
+        response = order[shards, np.minimum(position, n - 1)]
+        given = (rank < idle.sum(axis=1)[:, None]) & (position < queued[:, None]) & freed[:, None]
+        needs = np.where(given, -(-np.take_along_axis(prefix, response, axis=1) // page) + 1, 0)
+        room = pages - used(np.zeros(N, np.int64)) - (~idle).sum(axis=1)
+        given &= needs.cumsum(axis=1) <= room[:, None]
+        rows, taken = np.nonzero(given)
+        at = np.argsort(~idle, axis=1, kind="stable")[rows, taken]
+        response = response[rows, taken]
+        held[rows, at], start[rows, response] = response, now[rows]
+        age[rows, at], left[rows, at] = prefix[rows, response], needed[rows, response]
+        following += given.sum(axis=1)
+        busy = held >= 0
+        if not busy.any():
+            return start, end
+        ahead = np.where(busy, left, NEVER).min(axis=1)
+        steps, most = np.zeros(N, np.int64), np.where(busy.any(axis=1), ahead, 0)
+        while (steps < most).any():  # bisect: the pages needed only grow
+            middle = (steps + most + 1) // 2
+            fits = used(middle) <= pages
+            steps, most = np.where(fits, middle, steps), np.where(fits, most, middle - 1)
+        now, age, left = now + steps, age + steps[:, None], left - steps[:, None]
+        leaves = busy & (left == 0)
+        freed, dry = leaves.any(axis=1), busy.any(axis=1) & (steps < ahead)
+        youngest = np.where(busy, age, NEVER).argmin(axis=1)
+        leaves |= dry[:, None] & (rank == youngest[:, None])
+        rows, at = np.nonzero(leaves)
+        end[rows, held[rows, at]] = now[rows]
+        held[rows, at] = -1
 
 
 def _after(ends: Int[np.ndarray, "N n"], count: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
@@ -153,29 +210,23 @@ def _timed(
         here = (at >= first[:, None]) & (at < last[:, None])
         seconds = np.where(here, step.fixed_s + step.key_s * read, seconds)
         width = np.where(here, step.slots * decoder.lockstep, width)
-    done = np.concatenate([np.zeros((groups, 1)), seconds.cumsum(axis=1)], axis=1)
-    passed = np.stack([np.take_along_axis(done, bound[:, None], axis=1)[:, 0] for bound in bounds])  # [phases + 1, g]
-    spent = np.diff(passed, axis=0)
-    starts = np.zeros_like(spent)
-    if decoder.polled:
-        starts[1:] = spent.max(axis=1).cumsum()[:-1, None]
-    else:
-        starts[1:] = spent.cumsum(axis=0)[:-1]
-    total = float((starts[-1] + spent[-1]).max())
+    poll = max(horizon, 1) if decoder.poll_steps is None else decoder.poll_steps
+    pieces = -(-horizon // poll)
+    by_piece = np.pad(seconds, ((0, 0), (0, pieces * poll - horizon))).reshape(groups, pieces, poll)
+    slowest = by_piece.sum(axis=2).max(axis=0)
+    starts = slowest.cumsum() - slowest
+    begins = (starts[:, None] + by_piece.cumsum(axis=2) - by_piece).reshape(groups, -1)[:, :horizon]
+    total, stepping = float(slowest.sum()), float(seconds.sum() / groups)
     share = np.divide(in_use, width, out=np.zeros(width.shape), where=width > 0)
     used = float((seconds * share).sum() / groups)
-    stepping = float(seconds.sum() / groups)
 
     times = np.linspace(0, total, MOMENTS, endpoint=False)
     used_at, width_at = np.zeros(MOMENTS), np.zeros(MOMENTS)
-    for group in range(groups):
-        for phase, (first, last) in enumerate(itertools.pairwise(bounds)):
-            since = times - starts[phase, group]
-            inside = (since >= 0) & (since < spent[phase, group])
-            step = np.searchsorted(done[group], passed[phase, group] + since[inside], side="right") - 1
-            step = np.clip(step, first[group], max(last[group] - 1, 0))
-            used_at[inside] += in_use[group, step]
-            width_at[inside] += width[group, step]
+    for begin, spent, busy, slots in zip(begins, seconds, in_use, width, strict=True):
+        step = np.searchsorted(begin, times, side="right") - 1
+        inside = (step >= 0) & (times < begin[step] + spent[step])
+        used_at[inside] += busy[step[inside]]
+        width_at[inside] += slots[step[inside]]
     return SamplingCall(
         sampled=sampled,
         seconds=total,

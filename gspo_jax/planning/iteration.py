@@ -15,9 +15,7 @@ import numpy as np
 from jaxtyping import Int
 
 from gspo_jax.errors import UserError
-from gspo_jax.kernels.decode_attention_tpu import block_columns
 from gspo_jax.lengths import Lengths
-from gspo_jax.models.cache import segments
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.planning import costs as costs_lib
 from gspo_jax.planning import decoding
@@ -136,16 +134,18 @@ def program_seconds(facts: Mapping[str, Any], setting: Setting) -> float:
     return seconds["executed"] / setting.rates.efficiency + (seconds["exposed"] or 0.0)
 
 
+KERNEL = "paged_attention"
+"""Name of the kernel that reads keys in a decode step."""
+
+
 def decode_steps(loops: Sequence[costs_lib.Costs], setting: Setting) -> list[dict[str, Any]]:
     """Return each phase's `decoding.Step` as a dict. Each phase halves the slots."""
-    config, rates = setting.config, setting.rates
-    shards = mesh_lib.batch_shards(dict(setting.engine.meshes.sampler.shape))
-    responses = config.data.prompts_per_batch * config.sampling.group_size
-    slots = min(config.sampling.slots or responses, responses) // shards
-    columns = math.prod(segments(config.sampling.max_response_length))
+    rates, data = setting.rates, setting.config.data
+    slots, pool = setting.decoder_size
+    columns = data.max_prompt_length + pool.columns * pool.per_response(setting.config.sampling.max_response_length)
     found = []
     for phase, costs in enumerate(loops):
-        own = sum(c.times * c.seconds(rates) for c in costs.operations if "ring_softmax" in c.operation)
+        own = sum(c.times * c.seconds(rates) for c in costs.operations if KERNEL in c.operation)
         fixed_s, key_s = costs.executed(rates) - own, own / ((slots >> phase) * columns)
         step = decoding.Step(slots >> phase, fixed_s / rates.efficiency, key_s / rates.efficiency)
         found.append(step._asdict())
@@ -205,17 +205,18 @@ def full_rows(setting: Setting, name: str) -> TokenRows:
 
 
 def _decoder(setting: Setting, steps: list[dict[str, Any]]) -> decoding.Decoder:
-    config, sampler, model = setting.config, setting.engine.meshes.sampler, setting.model
-    limit, unfinished = config.sampling.max_response_length, config.sampling.partial
-    shards = mesh_lib.batch_shards(dict(sampler.shape))
+    config, sampler, unfinished = setting.config, setting.engine.meshes.sampler, setting.config.sampling.partial
     in_flight = unfinished.prompts or config.data.prompts_per_batch
-    column_bytes = model.num_kv_heads // sampler.shape["tensor"] * setting.head_bytes
+    pieces = setting.engine.sampler.pieces(in_flight * config.sampling.group_size)
+    slots, pool = setting.decoder_size
     return decoding.Decoder(
-        shards=shards,
+        shards=mesh_lib.batch_shards(dict(sampler.shape)),
         lockstep=sampler.shape["expert"],
         steps=tuple(decoding.Step(**step) for step in steps),
-        block=block_columns(segments(limit)[1], column_bytes, scaled=bool(config.sampling.cache_dtype)),
-        polled=setting.engine.sampler.pieces(in_flight * config.sampling.group_size) is not None,
+        prompt=config.data.max_prompt_length,
+        page=pool.columns,
+        pages=None if pool.is_whole(slots, config.sampling.max_response_length) else pool.pages,
+        poll_steps=None if pieces is None else pieces.poll_steps,
         share=1.0 if unfinished.prompts is None else unfinished.share,
     )
 

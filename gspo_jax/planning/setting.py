@@ -15,9 +15,11 @@ from gspo_jax.models import flops as flops_lib
 from gspo_jax.models import transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.experts import room_for
+from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.planning import programs
 from gspo_jax.planning.rates import Rates
 from gspo_jax.planning.topology import Chip
+from gspo_jax.rollout.pages import Pool
 from gspo_jax.training.packing import full_row, turns_at_full_length
 
 
@@ -50,16 +52,16 @@ class Setting:
         return self.config.model.remat in transformer.LEAN
 
     def work(self, name: str) -> flops_lib.Work:
-        """Return per-chip work. `sample_decode`: one step, all responses at full length."""
+        """Return per-chip work. `sample_decode`: one step, all responses at full length, or the pool full."""
         data, sampling = self.config.data, self.config.sampling
         P, G = data.prompts_per_batch, sampling.group_size
         S, T = data.max_prompt_length, sampling.max_response_length
-        rows = P * G
         if name == "sample_prefill":
             whole = flops_lib.Work(P * S, P, P * S * (S + 1) / 2)
         elif name == "sample_decode":
-            slots = sampling.slots or rows
-            whole = flops_lib.Work(slots, slots, slots * (S + T))
+            (own, pool), shards = self.decoder_size, mesh_lib.batch_shards(dict(self.engine.meshes.sampler.shape))
+            slots, columns = shards * own, shards * min(own * T, pool.pages * pool.columns)
+            whole = flops_lib.Work(slots, slots, slots * S + columns)
         elif name in ("deal", "reshard"):
             whole = flops_lib.Work(0, 0, 0)
         else:
@@ -83,6 +85,15 @@ class Setting:
         data, sampling = self.config.data, self.config.sampling
         size = {"prompt": data.max_prompt_length, "response": sampling.max_response_length}
         return size | {"group_size": sampling.group_size}
+
+    @property
+    def decoder_size(self) -> tuple[int, Pool]:
+        """Slots and pool of a batch shard of the sampler."""
+        data, sampling, sampler = self.config.data, self.config.sampling, self.engine.sampler
+        in_flight, share = sampling.partial.prompts, sampling.partial.share
+        responses = (in_flight or data.prompts_per_batch) * sampling.group_size
+        options = sampler.decode_options(responses, 1.0 if in_flight is None else share)
+        return options["slots"] // mesh_lib.batch_shards(dict(sampler.mesh.shape)), options["pool"]
 
     def expert_shards(self, name: str) -> int:
         """Return the number of chips that share a layer's experts."""

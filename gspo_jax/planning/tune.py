@@ -19,7 +19,6 @@ from ml_collections import ConfigDict
 
 from gspo_jax.errors import UserError
 from gspo_jax.lengths import Lengths
-from gspo_jax.models.cache import segments
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.planning import decoding, iteration, programs
 from gspo_jax.planning.setting import Setting
@@ -255,7 +254,8 @@ class Search:
 
 def slot_bytes(setting: Setting) -> int:
     """Return a slot's cache bytes on each chip that shares it."""
-    return math.prod(segments(setting.config.sampling.max_response_length)) * token_bytes(setting)
+    _, pool = setting.decoder_size
+    return pool.columns * pool.per_response(setting.config.sampling.max_response_length) * token_bytes(setting)
 
 
 def partial_bytes(setting: Setting, slots: int) -> int:

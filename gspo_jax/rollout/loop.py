@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Bool, Int, Key, Shaped
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from gspo_jax.kernels.kv import KV
 from gspo_jax.kernels.scopes import RARELY
@@ -61,6 +61,8 @@ class DecodeStats(NamedTuple):
     steps: Int[Array, " shards"]
     slot_steps: Int[Array, " shards"]
     """Slots, busy or idle, summed over steps; drives the cost."""
+    filled: Float[Array, " shards"]
+    """Share of the pool with live keys, summed over slot-steps."""
     decode_tokens: Int[Array, " shards"]
     """Sampled by the loop."""
     sampled_tokens: Int[Array, " shards"]
@@ -101,6 +103,8 @@ class LoopState:
     """True while the phase continues on any shard of the expert group."""
     steps: Int[Array, ""]
     slot_steps: Int[Array, ""]
+    filled: Float[Array, ""]
+    """As in `DecodeStats`."""
     log: StepLog
     row: Int[Array, ""]
     """Rows of the log in use."""
@@ -203,6 +207,7 @@ class DecodeLoop:
             running=jnp.zeros((), bool),
             steps=zero,
             slot_steps=zero,
+            filled=jnp.zeros((), jnp.float32),
             log=log,
             row=zero,
             buffer=ResponseBuffer.start(self.prefilled, T, rows),
@@ -232,7 +237,7 @@ class DecodeLoop:
         rollout, unfinished = buffer.rollout(self.prefilled, self.limits, self.stop, prompt_length=prompt_length)
         sampled = rollout.action_mask.sum(axis=1, dtype=jnp.int32)
         decoded = jnp.maximum(sampled - 1, 0).sum()
-        counts = state.steps, state.slot_steps, decoded, sampled.sum()
+        counts = state.steps, state.slot_steps, state.filled, decoded, sampled.sum()
         return Decoded(rollout, unfinished, DecodeStats(*(x[None] for x in counts)))
 
     def _run_phase(self, state: LoopState, phase: int, last: Array | None) -> LoopState:
@@ -284,13 +289,14 @@ class DecodeLoop:
             slots=Slots(slots.positions, lengths, sampled.tokens),
             steps=state.steps + 1,
             slot_steps=state.slot_steps + len(lengths),
+            filled=state.filled + fed.ages.sum() * (len(lengths) / (self.pool.pages * self.pool.columns)),
             log=log,
             row=state.row + 1,
             k=cache.k,
             v=cache.v,
         )
-        full = state.row == len(log.sampled.tokens)
-        state = jax.lax.cond(ends.any() | full, self._end, lambda s, _: s, state, ends)
+        state = jax.lax.cond(state.row == len(log.sampled.tokens), self._collected, lambda s: s, state)
+        state = jax.lax.cond(ends.any(), self._end, lambda s, _: s, state, ends)
         return dataclasses.replace(state, running=self._continues(state, fewer_slots))
 
     def _aligned(self, state: LoopState) -> bool:
@@ -311,15 +317,11 @@ class DecodeLoop:
         return mesh_lib.any_shard(here, ("expert",))  # all take equally many steps
 
     def _end(self, state: LoopState, ends: Bool[Array, " B"]) -> LoopState:
-        """Collect the responses that ended, or all if the log is full, and refill their slots."""
-        full = state.row == len(state.log.sampled.tokens)
-        active = state.slots.positions < self.queue.shape[0]
-        buffer = self._collect(state, ends | (full & active))
+        """Collect the responses that ended, and refill their slots."""
         state = dataclasses.replace(
             self._left(state, ends),
             num_ended=state.num_ended + ends.sum(dtype=jnp.int32),
-            buffer=buffer,
-            row=jnp.where(full, 0, state.row),
+            buffer=self._collect(state, ends),
         )
         return state if self.aligned else self._refill(state)
 

@@ -217,6 +217,7 @@ class Sampler:
             decode_s=stats.decode_s + decode_s,
             steps=stats.steps + int(work.steps.max()),
             slot_steps=stats.slot_steps + int(work.slot_steps.sum()),
+            filled=stats.filled + float(work.filled.sum()),
             decode_tokens=stats.decode_tokens + int(work.decode_tokens.sum()),
             sampled_tokens=stats.sampled_tokens + int(work.sampled_tokens.sum()),
         )

@@ -226,6 +226,7 @@ def iteration_metrics(clock: Clock, engine: Engine, batch: Batch, rounds: Rounds
         "timing/decode_s": stats.decode_s,
         "decode/steps": stats.steps,
         "decode/occupancy": stats.occupancy,
+        "decode/pool": stats.pool,
         "decode/wasted": stats.slot_steps - stats.decode_tokens,
         "compile/programs": clock.compiled.programs,
         "compile/cached": clock.compiled.cached,

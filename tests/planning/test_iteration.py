@@ -25,8 +25,10 @@ DECODER = Decoder(
     shards=4,
     lockstep=2,
     steps=(Step(8, 3e-3, 1e-6), Step(4, 2e-3, 1e-6), Step(2, 1.5e-3, 1e-6)),
-    block=16,
-    polled=True,
+    prompt=20,
+    page=16,
+    pages=None,
+    poll_steps=32,
 )
 LENGTHS = Lengths("lognormal:60:0.8", 250, "the limit")
 
@@ -39,8 +41,10 @@ def plainly(decoder: Decoder) -> stepwise.Decoding:
         slots=decoder.steps[0].slots,
         fixed=[step.fixed_s for step in decoder.steps],
         key=decoder.steps[0].key_s,
-        block=decoder.block,
-        polled=decoder.polled,
+        prompt=decoder.prompt,
+        page=decoder.page,
+        pages=decoder.pages,
+        poll=decoder.poll_steps,
         share=decoder.share,
     )
 
@@ -49,10 +53,12 @@ def plainly(decoder: Decoder) -> stepwise.Decoding:
     "how",
     [
         {},
-        {"polled": False},
+        {"poll_steps": None},
         {"lockstep": 1},
         {"lockstep": 4, "share": 0.75},
-        {"share": 0.5, "polled": False},
+        {"share": 0.5, "poll_steps": None},
+        {"pages": 30, "share": 0.75},
+        {"pages": 20, "share": 0.5, "lockstep": 1, "poll_steps": None},
         {"share": 0.75, "lockstep": 1},
         {"steps": (Step(32, 3e-3, 1e-6), Step(16, 2e-3, 1e-6))},  # a slot for each response
     ],
@@ -81,12 +87,14 @@ def test_a_call_by_hand():
 
     The slots take the first and the third; the third's slot takes the fourth for step 2, after which one response is
     left: the last step is in phase 2. Columns: step 0 reads 2 (each slot the one that it writes), step 1 reads 4, step
-    2 reads 3 + 1, step 3 reads 4.
+    2 reads 3 + 1, step 3 reads 4, and all half a page more for each busy slot.
     """
-    decoder = Decoder(shards=1, lockstep=1, steps=(Step(2, 10.0, 1.0), Step(1, 5.0, 1.0)), block=0, polled=True)
+    decoder = Decoder(
+        shards=1, lockstep=1, steps=(Step(2, 10.0, 1.0), Step(1, 5.0, 1.0)), prompt=0, page=2, pages=None, poll_steps=9
+    )
     call = decoding.decode(decoder, np.zeros(4, int), np.array([5, 1, 3, 2]))
     assert call.sampled.tolist() == [5, 1, 3, 2] and call.steps == 4
-    assert call.seconds == (10 + 2) + (10 + 4) + (10 + 4) + (5 + 4)
+    assert call.seconds == (10 + 4) + (10 + 6) + (10 + 6) + (5 + 5)
     assert call.idle_s == call.waiting_s == 0
 
 
@@ -155,8 +163,10 @@ RECIPE = Recipe(
         shards=64,
         lockstep=32,
         steps=tuple(Step(slots, ms / 1e3, 42.8e-9) for slots, ms in ((32, 12.9), (16, 12.7), (8, 11.9), (4, 12.0))),
-        block=992,
-        polled=True,
+        prompt=0,
+        page=1984,
+        pages=None,
+        poll_steps=256,
     ),
     reward_s=1.0,
     update=Rate(48.32 / (POSITIONS / 64), 32.0 / (PAIRS / 64)),
@@ -225,7 +235,7 @@ def stepped(run: Recipe) -> dict[str, float]:
 
 def shrunk(run: Recipe) -> Recipe:
     """Return the run with an eighth of its chips, prompts and responses' length."""
-    decoder = dataclasses.replace(run.decoder, shards=8, lockstep=4, block=124)
+    decoder = dataclasses.replace(run.decoder, shards=8, lockstep=4, page=248)
     in_flight = None if run.in_flight is None else run.in_flight // 8
     packer = dataclasses.replace(run.packer, shards=8, row_lengths=(2048,))
     return dataclasses.replace(
@@ -263,8 +273,8 @@ def test_an_iteration_on_128_chips():
     chips, limit, S = 128, 16384, 512
     slot_s, key_s = 54e-6 / 0.83, 35.6e-9 / 0.83
     pool = stepwise.Decoding(
-        shards=1, lockstep=1, slots=64 * chips, fixed=[1.6e-3 / 0.83], key=key_s / chips, block=round(slot_s / key_s),
-        polled=False,
+        shards=1, lockstep=1, slots=64 * chips, fixed=[1.6e-3 / 0.83], key=key_s / chips, prompt=0,
+        page=2 * round(slot_s / key_s), pages=None, poll=None,
     )  # fmt: skip
     draw = drawn(0, limit=limit)
 
