@@ -54,7 +54,7 @@ class Setting:
     def work(self, name: str) -> flops_lib.Work:
         """Return per-chip work. `sample_decode`: one step, all responses at full length, or the pool full."""
         data, sampling = self.config.data, self.config.sampling
-        P, G = data.prompts_per_batch, sampling.group_size
+        P = data.prompts_per_batch
         S, T = data.max_prompt_length, sampling.max_response_length
         if name == "sample_prefill":
             whole = flops_lib.Work(P * S, P, P * S * (S + 1) / 2)

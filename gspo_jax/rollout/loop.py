@@ -272,12 +272,13 @@ class DecodeLoop:
         state = self._with_pages(state)
         n, slots = self.queue.shape[0], state.slots
         active, responses = slots.positions < n, self._responses(slots.positions)
-        fed = DecodeSlots(responses, jnp.where(active, slots.lengths, 0), aligned=self._aligned(state))
+        aligned = self.aligned and len(active) == self.slots  # until slots move together
+        fed = DecodeSlots(responses, jnp.where(active, slots.lengths, 0), aligned=aligned)
         prompts, kv = self.prefilled.prompts, self.prefilled.prompt_kv
         cache = Cache(kv.k, kv.v, prompts.lengths, state.k, state.v, state.pages.table, n // kv.k.shape[1])
         output, cache = self.model.decode(slots.last_tokens, fed, cache)
         logits = constrain(output.logits[:, 0], "batch", "vocab")
-        keys = token_keys(self.keys if fed.aligned else self.keys[responses], slots.lengths)
+        keys = token_keys(self.keys if aligned else self.keys[responses], slots.lengths)
         sampled = SampledTokens(*draw(keys, logits, self.sampling))
         routes = moe.record(output.routes, active[:, None], self.model.config, logprobs=kv.routes.logprobs is not None)
         new = StepLog(sampled, jax.tree.map(lambda r: flatten_routes(r[:, 0]), routes))
@@ -299,15 +300,9 @@ class DecodeLoop:
         state = jax.lax.cond(ends.any(), self._end, lambda s, _: s, state, ends)
         return dataclasses.replace(state, running=self._continues(state, fewer_slots))
 
-    def _aligned(self, state: LoopState) -> bool:
-        return self.aligned and len(state.slots.positions) == self.slots
-
     def _responses(self, positions: Int[Array, " B"]) -> Int[Array, " B"]:
         """Return the responses at queue positions, any for n."""
-        n = self.queue.shape[0]
-        if self.aligned and len(positions) == n:
-            return jnp.arange(n, dtype=jnp.int32)
-        return self.queue[jnp.minimum(positions, n - 1)]
+        return self.queue[jnp.minimum(positions, self.queue.shape[0] - 1)]
 
     def _continues(self, state: LoopState, fewer_slots: int) -> Bool[Array, ""]:
         active = (state.slots.positions < self.queue.shape[0]).sum()
