@@ -47,7 +47,8 @@ def train_flags(config: str, workdir: Path, settings: Mapping[str, object]) -> l
 def field_run(workdir: Path, data: Path, *, iterations: int = 6, **settings: object) -> list[str]:
     """Return the flags of a run of DAPO with partial rollouts and a KL; all its runs share their compiled programs."""
     chosen = {"model.folder": ROOT / "tests" / "golden" / "adder", "data.data_dir": data, "iterations": iterations}
-    chosen |= {"sampling.slots": 32, "reference.kl_weight": 0.01, "log.samples_every": 1, "log.samples": 1000}
+    chosen |= {"sampling.slots": 32, "sampling.page": 8, "sampling.pool_tokens": 512}  # half of what slots may need
+    chosen |= {"reference.kl_weight": 0.01, "log.samples_every": 1, "log.samples": 1000}
     return train_flags(f"{ROOT}/tests/pod_config.py:dapo,partial", workdir, chosen | settings)
 
 

@@ -229,6 +229,11 @@ def test_a_config_argument_that_does_not_exist(name):
         ({"sampling.partial.prompts": 32}, "data.prompts_per_batch 32: every batch would wait for all of them"),
         ({"sampling.partial.prompts": 34}, "sampling.partial.prompts 34 is not divisible by .* = 8; use 32 or 40"),
         ({"sampling.partial.prompts": 40, "sampling.partial.share": 0.0}, "share is 0.0; use a fraction above 0"),
+        (
+            {"sampling.pool_tokens": 255},
+            "leaves 31 tokens to a batch shard, and one response may need 32, in pages of 32",
+        ),
+        ({"sampling.page": 33}, "page is 33, and the longest response has 32 tokens, .*; use 32 or less"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

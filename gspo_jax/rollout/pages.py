@@ -11,9 +11,12 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from gspo_jax.errors import UserError
+from gspo_jax.kernels.backend import platform
 
 _COLUMNS, _PAGES = 64, 8
 """Minimum columns per page, and maximum pages of the longest response, by default. Attention reads whole pages."""
+_TPU_TILE, _TPU_COLUMNS = 128, 256
+"""Of which pages are multiples on TPU, and their columns by default: its attention reads live pages alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,25 +36,27 @@ class Pool:
         return self.pages >= slots * self.per_response(length)
 
 
-def default_columns(length: int) -> int:
+def default_columns(length: int, platform: str = "cpu") -> int:
     """Return the columns per page for responses of up to `length` tokens."""
+    if platform == "tpu":
+        return min(_TPU_COLUMNS, -(-length // _TPU_TILE) * _TPU_TILE)
     size = -(-length // _PAGES)
     return min(length, -(-size // _COLUMNS) * _COLUMNS)
 
 
 def whole_pool(slots: int, length: int, columns: int | None = None) -> Pool:
-    """Return a pool in which every slot can hold `length` tokens."""
-    columns = columns or default_columns(length)
+    """Return a pool in which every slot can hold `length` tokens; by default with this platform's columns per page."""
+    columns = columns or default_columns(length, platform())
     return Pool(columns, slots * Pool(columns, 0).per_response(length))
 
 
-def fitting(slots: int, length: int, tokens: int | None, columns: int | None, *, grows: bool) -> tuple[int, Pool]:
+def fitting(slots: int, length: int, tokens: int | None, columns: int, *, grows: bool) -> tuple[int, Pool]:
     """Return a shard's slots and pool, for responses of up to `length` tokens.
 
     Args:
       slots: at most so many.
       tokens: size of the pool; None: enough for all slots.
-      columns: tokens per page; None: `default_columns`.
+      columns: tokens per page.
       grows: whether responses may be set aside, so that each needs pages for its tokens so far alone.
 
     Raises:
@@ -63,9 +68,9 @@ def fitting(slots: int, length: int, tokens: int | None, columns: int | None, *,
     one = whole.per_response(length)
     if pages < one:
         raise UserError(
-            f"the pool of keys and values has {tokens} tokens per batch shard, and one response may need "
-            f"{one * whole.columns}, in pages of {whole.columns}; raise sampling.pool_tokens, or lower "
-            "sampling.max_response_length or sampling.page"
+            f"sampling.pool_tokens leaves {tokens} tokens to a batch shard, and one response may need "
+            f"{one * whole.columns}, in pages of {whole.columns}; use {one * whole.columns} times the batch shards, or "
+            "more, or lower sampling.max_response_length or sampling.page"
         )
     if grows:
         return slots, Pool(whole.columns, pages)

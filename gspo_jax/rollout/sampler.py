@@ -19,7 +19,7 @@ from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import decoder, polled
 from gspo_jax.rollout.loop import Decoded, DecodeStats
-from gspo_jax.rollout.pages import fitting
+from gspo_jax.rollout.pages import default_columns, fitting
 from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.precision import Precision
 from gspo_jax.rollout.prefixes import Prefix, bucket, pack
@@ -94,7 +94,9 @@ class Sampler:
         shards = mesh_lib.batch_shards(dict(self.mesh.shape))
         slots = responses if self._slots is None else min(self._slots, responses)
         tokens = None if self._pool_tokens is None else self._pool_tokens // shards
-        own, pool = fitting(slots // shards, self.stop.max_length, tokens, self._page, grows=min_ended < 1)
+        platform = self.mesh.devices.flat[0].platform
+        columns = self._page or default_columns(self.stop.max_length, platform)
+        own, pool = fitting(slots // shards, self.stop.max_length, tokens, columns, grows=min_ended < 1)
         return {
             "sampling": self._sampling,
             "stop": self.stop,

@@ -14,6 +14,7 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.dispatch import check_dispatch
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel import processes
+from gspo_jax.rollout.pages import default_columns, fitting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +73,26 @@ def check_sizes(config: ConfigDict, model: ModelConfig | None, sizes: Mapping[st
             mesh_lib.check_divides("sampling.slots", config.sampling.slots, by, shards)
         if model is not None:
             model.check_mesh(resolved)
+    _check_pool(config, mesh_lib.batch_shards(resolved if own else sizes))
 
 
 def _sampler_sizes(config: ConfigDict) -> dict[str, int] | None:
     """Return sizes of the sampler's own mesh, if any."""
     sizes = dict(config.sampling.mesh)
     return {axis: size or 1 for axis, size in sizes.items()} if any(sizes.values()) else None
+
+
+def _check_pool(config: ConfigDict, shards: int) -> None:
+    """Raise a UserError if a shard's pool cannot hold a response."""
+    sampling, tokens = config.sampling, config.sampling.pool_tokens
+    longest = sampling.max_response_length
+    if sampling.page is not None and sampling.page > longest:
+        raise UserError(
+            f"sampling.page is {sampling.page}, and the longest response has {longest} tokens, "
+            f"sampling.max_response_length; use {longest} or less"
+        )
+    if tokens is not None:
+        fitting(1, longest, tokens // shards, sampling.page or default_columns(longest), grows=False)
 
 
 def _check_batch(config: ConfigDict, shards: int) -> None:
