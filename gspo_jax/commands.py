@@ -242,10 +242,11 @@ COMMANDS: dict[str, Command] = {
         (
             "",
             "--config=tiny --workdir=runs/tiny",
-            "--config=gsm8k --json=findings.json",
+            "--config=gsm8k --draws --json=findings.json",
         ),
         (
             _WORKDIR._replace(help="run folder to check: a local folder or gs://BUCKET/RUN", required=False),
+            Flag("draws", "also test that sampled tokens follow their distribution", bool, False),
             _JSON._replace(help="also write the findings to this file"),
         ),
         "optional",

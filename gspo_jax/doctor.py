@@ -1,9 +1,10 @@
 """Checks that this machine has what a run needs. Each is ok, a warning, or failed.
 
-    python -m gspo_jax.doctor [--config=configs/NAME.py] [--workdir=DIR or gs://BUCKET/RUN] [--json=FILE]
+    python -m gspo_jax.doctor [--config=configs/NAME.py] [--workdir=DIR or gs://BUCKET/RUN] [--draws] [--json=FILE]
 
-The default config is `gspo_jax.config.base`. On a pod, start it on all hosts at once, like a run. The exit code is 1 if
-a check failed. Whether a model fits the devices is for `gspo_jax.plan` to check.
+The default config is `gspo_jax.config.base`. `--draws` also tests the sampler's draws (rollout/draws.py). On a pod,
+start it on all hosts at once, like a run. The exit code is 1 if a check failed. Whether a model fits the devices is for
+`gspo_jax.plan` to check.
 """
 
 import dataclasses
@@ -35,6 +36,7 @@ from gspo_jax.kernels import backend
 from gspo_jax.parallel import compilation
 from gspo_jax.parallel.processes import PARENT, cores
 from gspo_jax.progress import make_table
+from gspo_jax.rollout.draws import try_draws
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.policy import model_config
 
@@ -52,6 +54,8 @@ MIN_FREE_GIB = 20.0
 """Below this, checkpoints in a local run folder may soon fill the disk."""
 MIN_OPEN_FILES = 4096
 """Below this, reading a sharded checkpoint may fail."""
+DRAWS, CPU_DRAWS = 2**17, 2**12
+"""Tokens drawn by `--draws`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Finding:
     """Command or step that mends it. Empty if ok."""
 
 
-def examine(config: ConfigDict, workdir: str | None) -> list[Finding]:
+def examine(config: ConfigDict, workdir: str | None, *, with_draws: bool = False) -> list[Finding]:
     """Run all checks, in order of dependence. A check that raises becomes a failed finding."""
     checks: dict[str, Callable[[], Finding | list[Finding]]] = {
         "versions": versions,
@@ -82,9 +86,11 @@ def examine(config: ConfigDict, workdir: str | None) -> list[Finding]:
     if workdir is not None:
         checks["run folder"] = lambda: run_folder(workdir)
     checks["strays"] = lambda: strays(workdir)
+    if with_draws:
+        checks["draws"] = draws
     found: list[Finding] = []
     for name, check in checks.items():
-        if name in ("processes", "mesh") and not _starts():
+        if name in ("processes", "mesh", "draws") and not _starts():
             continue  # `devices` reports it
         try:
             seen = check()
@@ -296,6 +302,15 @@ def strays(workdir: str | None) -> Finding:
     return Finding("strays", "warning", "; ".join(found), remedy)
 
 
+def draws() -> Finding:
+    """Check that sampled tokens follow their distribution, on one device of this process."""
+    verdict = try_draws(CPU_DRAWS if backend.platform() == "cpu" else DRAWS)
+    if verdict.right:
+        return Finding("draws", "ok", str(verdict))
+    remedy = "Tokens would not follow the policy: install the versions of jaxlib and libtpu in launch/constraints.txt."
+    return Finding("draws", "failed", str(verdict), remedy)
+
+
 def _same_place(theirs: str, ours: str, cwd: str) -> bool:
     """Return True if `theirs`, as a process in `cwd` names it, is `ours`."""
     if storage.BUCKET in (theirs[: len(storage.BUCKET)], ours[: len(storage.BUCKET)]):
@@ -323,7 +338,7 @@ def show(found: Sequence[Finding]) -> None:
 
 def main(config: ConfigDict) -> int:
     """Run the checks and return 1 if one failed."""
-    found = examine(config, flags.FLAGS.workdir)
+    found = examine(config, flags.FLAGS.workdir, with_draws=flags.FLAGS.draws)
     show(found)
     failed = [finding.check for finding in found if finding.state == "failed"]
     facts: dict[str, Any] = {"ok": not failed, "findings": [dataclasses.asdict(finding) for finding in found]}

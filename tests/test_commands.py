@@ -65,6 +65,7 @@ MISTAKES = {
     "doctor --config=no.py": "config 'no.py' not found",
     # A value of the wrong type, or out of range.
     f"{TRAIN} --start_over=maybe": "--start_over is 'maybe'; use true or false",
+    "doctor --draws=4096": "--draws is '4096'; use true or false",
     f"{TRAIN} --config.iterations=many": "iterations is 'many'; use a whole number",
     f"{TRAIN} --config.mesh=8": "mesh is a section and not '8'; set one of its fields",
     f"{TRAIN} --config.optimizer.learning_rate=nan": "learning_rate is nan; use a finite number above 0",

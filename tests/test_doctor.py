@@ -18,15 +18,17 @@ import pytest
 from gspo_jax import doctor
 from gspo_jax.config import base
 from gspo_jax.doctor import Finding
+from gspo_jax.rollout.draws import Verdict
 
 ROOT = Path(__file__).parent.parent
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess:
+def command(*arguments: str, without: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    """Run the command, without these variables of the environment."""
     return subprocess.run(
         [sys.executable, "-m", "gspo_jax.doctor", *arguments],
         cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        env={name: text for name, text in os.environ.items() if name not in without} | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         check=False,
@@ -280,3 +282,22 @@ def test_a_check_that_breaks_is_a_finding(monkeypatch):
     found = {finding.check: finding for finding in doctor.examine(base(), None)}
     assert found["host"].state == "failed" and found["host"].found == "ZeroDivisionError: division by zero"
     assert "open files" in found and "run folder" not in found
+
+
+@pytest.mark.slow
+def test_the_command_tries_draws(tmp_path):
+    done = command("--draws", f"--json={tmp_path / 'facts.json'}", without=("JAX_DISABLE_MOST_OPTIMIZATIONS",))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "facts.json").read_text())["findings"][-1]
+    assert found["check"] == "draws" and found["found"].startswith("4,096 draws of 151,936 equally likely tokens: p 0.")
+    assert "4,096 draws" in done.stdout
+
+
+def test_wrong_draws_are_a_failure(monkeypatch):
+    tried = []
+    monkeypatch.setattr(doctor, "try_draws", lambda count: tried.append(count) or Verdict(count, 1e-5, 0.5))
+    assert doctor.examine(base(), None)[-1].check == "strays", "nothing is drawn unless asked for"
+    last = doctor.examine(base(), None, with_draws=True)[-1]
+    assert (last.check, last.state, tried) == ("draws", "failed", [2**12])
+    monkeypatch.setattr(doctor.backend, "platform", lambda: "tpu")
+    assert doctor.draws().state == "failed" and tried[-1] == 2**17
