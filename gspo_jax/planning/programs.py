@@ -20,11 +20,14 @@ from gspo_jax.models import huggingface
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel import rows as rows_lib
 from gspo_jax.rollout import decoder, polled, prefixes
+from gspo_jax.rollout.pages import Pool
 from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.prefixes import PackedPrefix
 from gspo_jax.setup import learning, players
 from gspo_jax.types import Batch, OldPolicy, Packing, Prompts, Rollout, RouterRecord, Weights
 
+MOST_PREFIXES = 1.15
+"""Tokens of prefixes that a shard of a shared pool continues, at most, as a multiple of the pool's."""
 NAMES = ("update", "score", "deal", "sample_prefill", "sample_decode", "reshard")
 
 
@@ -115,7 +118,7 @@ class _Programs:
             min_ended = self.config.sampling.partial.share
         options = sampler.decode_options(responses, min_ended)
         if in_flight is not None:
-            prefix = self._prefix(responses, slots=options["slots"])
+            prefix = self._prefix(responses, options["slots"], options["pool"])
             limits = _rows(self.sampler_mesh, (responses,), jnp.int32)
         prefill = self._prefill(prompts, prefix)
         graph, weights, _, keys, _ = prefill.arguments
@@ -152,9 +155,9 @@ class _Programs:
         arguments = self.engine.policy.graph, copied(self.engine), batch, rows(keys.shape, keys.dtype), prefix
         return Program(decoder.prefill, arguments, self.engine.sampler.prefill_options, self.sampler_mesh)
 
-    def _prefix(self, responses: int, *, slots: int) -> PackedPrefix:
+    def _prefix(self, responses: int, slots: int, pool: Pool) -> PackedPrefix:
         shards = mesh_lib.batch_shards(dict(self.sampler_mesh.shape))
-        count, width = prefix_rows(self.config, slots // shards)
+        count, width = prefix_rows(self.config, slots // shards, pool)
         each = _rows(self.sampler_mesh, (responses,), jnp.int32)
         tokens = _rows(self.sampler_mesh, (shards * count, width), jnp.int32)
         return PackedPrefix(each, each, each, tokens, Spans(tokens, tokens, tokens))
@@ -218,11 +221,15 @@ class _Programs:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), packing)
 
 
-def prefix_rows(config: ConfigDict, slots: int) -> tuple[int, int]:
-    """Return planned prefix rows per batch shard, half a row per slot, and tokens per row."""
-    return prefixes.few(-(-slots // 2)), prefixes.row_tokens(
-        config.data.max_prompt_length, config.sampling.max_response_length
-    )
+def prefix_rows(config: ConfigDict, slots: int, pool: Pool) -> tuple[int, int]:
+    """Return planned prefix rows per batch shard, and tokens per row.
+
+    Slots with pages of their own are half full on average, a shared pool is full, and some responses are set aside.
+    """
+    longest = config.sampling.max_response_length
+    share = 0.5 if pool.is_whole(slots, longest) else MOST_PREFIXES
+    width = prefixes.row_tokens(config.data.max_prompt_length, longest)
+    return prefixes.few(-(-round(share * pool.pages * pool.columns) // width)), width
 
 
 def trained(engine: Engine) -> Weights:

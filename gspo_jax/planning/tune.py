@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from gspo_jax.engine import make_sampler
 from gspo_jax.errors import UserError
 from gspo_jax.lengths import Lengths
 from gspo_jax.parallel import mesh as mesh_lib
@@ -30,24 +31,23 @@ Changes = dict[str, Any]
 """New values of config fields, by dotted name."""
 TRAINING, SAMPLING = "training", "sampling"
 OF_SAMPLING = ("sample_prefill", "sample_decode", "reshard")
-PARTIAL = ((1.25, 0.9), (1.5, 0.8), (2.0, 0.6))
+PARTIAL = ((1.25, 0.9), (1.5, 0.8), (2.0, 0.6), (3.0, 0.4), (4.0, 0.3))
 """(prompts in flight over prompts per batch, share that ends a call) to try."""
 SHAPED_BY = {
     "update": ("mesh", "model.remat", "training.row_tokens"),
     "score": ("mesh", "model.remat", "training.row_tokens"),
     "deal": ("mesh", "training.row_tokens"),
     "sample_prefill": ("mesh", "sampling.mesh"),
-    "sample_decode": ("mesh", "sampling.mesh", "sampling.slots", "sampling.partial.prompts"),
+    "sample_decode": ("mesh", "sampling.mesh", "sampling.slots", "sampling.pool_tokens", "sampling.partial.prompts"),
     "reshard": ("mesh", "sampling.mesh"),
 }
 """Searched fields that shape a program or the memory held during it."""
 TRIED = 4
 """Maximum slot counts to compile."""
-RECORDS = 4
-"""Copies of a response's routes and log-probs at a decode's peak: 42 GB more, 26 GB of it prefixes, for 128 more
-responses per chip of the 30B recipe. Only decides what to compile."""
+RECORDS = 1.5
+"""Copies of a response's tokens and routes at a decode's peak. Only decides what to compile."""
 MARGIN = 1.1
-"""Memory of a slot over its cache, for log and buffers."""
+"""Memory of a pool over its keys and values, for log and buffers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,50 +227,84 @@ class Search:
                 }
 
     def _calls(self, best: Changes, facts: Mapping[str, Any], setting: Setting) -> Iterator[Changes]:
-        """Yield other slot counts, with and without partial rollouts, fastest in simulation first.
+        """Yield other slots and pools, with and without partial rollouts, fastest in simulation first.
 
         Step costs are interpolated, memory is estimated.
         """
-        decode, found = facts["sample_decode"], {}
-        batch = self.config.data.prompts_per_batch
+        free = (facts["sample_decode"]["headroom"] - self.headroom) * setting.chip.memory + sampling_bytes(setting)
+        batch, found = self.config.data.prompts_per_batch, {}
         some = ({"sampling.partial.prompts": round(n * batch), "sampling.partial.share": share} for n, share in PARTIAL)
         for part in (best, *(best | partial for partial in some)):
-            its = dataclasses.replace(setting, engine=dataclasses.replace(setting.engine, config=self._with(part)))
-            run = iteration.make_run(facts, its)
-            own, shards = run.decoder.steps[0].slots, run.decoder.shards
-            room = (decode["headroom"] - self.headroom) * setting.chip.memory + partial_bytes(setting, own)
-            one, counts = MARGIN * slot_bytes(its), range(run.prompts * run.group_size // shards, 0, -1)
-            most = next((n for n in counts if one * (n - own) + partial_bytes(its, n) <= room), 0)
-            for slots in {most, most - most % 4, 3 * own // 2, own, 3 * own // 4, own // 2}:
-                if 0 < slots <= most:
-                    decoder = dataclasses.replace(run.decoder, steps=interpolated(run.decoder.steps, slots))
-                    trial = iteration.simulate_sampling(dataclasses.replace(run, decoder=decoder), self.lengths)
-                    seconds = trial["prefill"] + trial["decode"]
-                    changes = part if slots == own else part | {"sampling.slots": slots * shards}
-                    found[seconds, len(found)] = changes
+            for size in self._sizes(setting, part, free):
+                changes = part if size is None else part | size
+                its = self._setting(setting, changes)
+                run = iteration.make_run(facts, its)
+                steps = interpolated(run.decoder.steps, its.decoder_size[0])
+                decoder = dataclasses.replace(run.decoder, steps=steps)
+                trial = iteration.simulate_sampling(dataclasses.replace(run, decoder=decoder), self.lengths)
+                found[trial["prefill"] + trial["decode"], len(found)] = changes
         faster = itertools.takewhile(lambda changes: changes != best, (found[key] for key in sorted(found)))
         yield from itertools.islice(faster, TRIED)
 
+    def _setting(self, setting: Setting, changes: Changes) -> Setting:
+        """Return the setting with other slots."""
+        config, engine = self._with(changes), setting.engine
+        sampler = make_sampler(config, engine.policy, engine.meshes, engine.sampler.stop)
+        return dataclasses.replace(setting, engine=dataclasses.replace(engine, config=config, sampler=sampler))
 
-def slot_bytes(setting: Setting) -> int:
-    """Return a slot's cache bytes on each chip that shares it."""
-    _, pool = setting.decoder_size
-    return pool.columns * pool.per_response(setting.config.sampling.max_response_length) * token_bytes(setting)
+    def _sizes(self, setting: Setting, changes: Changes, free: float) -> Iterator[Changes | None]:
+        """Yield slots and pools whose estimated bytes per chip are at most `free`, first the config's own."""
+        shards = mesh_lib.batch_shards(dict(setting.engine.meshes.sampler.shape))
+
+        def fits(more: Changes) -> bool:
+            return sampling_bytes(self._setting(setting, changes | more)) <= free
+
+        def most(make: Callable[[int], Changes], limit: int) -> int:
+            """Bisect for the most units that fit."""
+            low, high = 0, limit
+            while low < high:
+                middle = (low + high + 1) // 2
+                low, high = (middle, high) if fits(make(middle)) else (low, middle - 1)
+            return low
+
+        if fits({}):
+            yield None
+        config = self._with(changes)
+        responses = config.data.prompts_per_batch * config.sampling.group_size  # as many slots are allowed
+        own = self._setting(setting, changes).decoder_size[0]
+        if config.sampling.partial.prompts is None:
+            batch = most(lambda n: {"sampling.slots": n * shards}, responses // shards)
+            tried = {batch, batch - batch % 4, 3 * own // 2, own, 3 * own // 4, own // 2}
+            yield from ({"sampling.slots": n * shards} for n in sorted(tried - {own}) if 0 < n <= batch)
+            return
+        lengths = self.lengths.draw(responses, np.random.default_rng(0)).astype(float)
+        age, unit = (lengths**2).sum() / (2 * lengths.sum()), 1024  # mean tokens of a response in progress
+        slots = {"sampling.slots": responses}  # do not limit what fits
+        least = -(-config.sampling.max_response_length // unit)
+        room = most(
+            lambda n: slots | {"sampling.pool_tokens": (n + least) * unit * shards}, responses * least // shards
+        )
+        for tokens in {(least + part * room // 4) * unit for part in (4, 3, 2)}:
+            for crowd in (0.9, 1.1):
+                count = min(round(crowd * tokens / age), responses // shards)
+                if count > 0 and room:
+                    yield {"sampling.slots": count * shards, "sampling.pool_tokens": tokens * shards}
 
 
-def partial_bytes(setting: Setting, slots: int) -> int:
-    """Return the bytes per chip that partial rollouts add to a decode.
-
-    These are prefixes' keys and values, and `RECORDS` copies of records of responses beyond a batch.
-    """
+def sampling_bytes(setting: Setting) -> float:
+    """Return the bytes per chip that slots add to a decode: pool, prefixes, and records of responses."""
     config, model = setting.config, setting.model
-    if config.sampling.partial.prompts is None:
-        return 0
     shards = mesh_lib.batch_shards(dict(setting.engine.meshes.sampler.shape))
-    rows, width = programs.prefix_rows(config, slots)
-    more = (config.sampling.partial.prompts - config.data.prompts_per_batch) * config.sampling.group_size // shards
-    record = math.prod(model.route_shape) * (model.expert_dtype.itemsize + 4)
-    return rows * width * token_bytes(setting) + RECORDS * more * config.sampling.max_response_length * record
+    slots, pool = setting.decoder_size
+    tokens = MARGIN * pool.pages * pool.columns
+    responses = (
+        (config.sampling.partial.prompts or config.data.prompts_per_batch) * config.sampling.group_size // shards
+    )
+    if config.sampling.partial.prompts is not None:
+        rows, width = programs.prefix_rows(config, slots, pool)
+        tokens += rows * width
+    record = math.prod(model.route_shape) * model.expert_dtype.itemsize + 12
+    return tokens * token_bytes(setting) + RECORDS * responses * config.sampling.max_response_length * record
 
 
 def token_bytes(setting: Setting) -> int:

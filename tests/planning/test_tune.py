@@ -55,8 +55,8 @@ class Made:
         share = self.memory.get("update", 0.7)
         used = {"update": 0.3 if config.model.remat == "full" else share * positions / 1024}
         expert = setting.engine.meshes.sampler.shape["expert"]
-        slots = config.sampling.slots // 8
-        used["sample_decode"] = self.memory.get("slot", 0.001) * slots
+        slots, pool = setting.decoder_size
+        used["sample_decode"] = self.memory.get("slot", 0.001) * pool.pages * pool.columns / 1024
         free = round(1 - used.get(name, 0.1), 4)
         facts = {"fits": free >= 0, "headroom": free}
         if facts["fits"]:
@@ -91,13 +91,16 @@ def test_the_best_that_fits_is_found():
     assert "training" in said and "as the config has it" in said and "does not fit" in said
 
 
-def test_partial_rollouts_are_planned_with_the_slots_that_their_prefixes_leave_room_for():
+def test_partial_rollouts_are_planned_with_the_pool_that_their_prefixes_leave_room_for():
+    """Pages serve more slots than they could hold whole responses."""
     found, *_ = search(Made(slot=0.01, update=0.1), headroom=0.82)
     slots = [one.changes for one in found.tries if "sampling.slots" in one.changes]
     whole = [one["sampling.slots"] for one in slots if "sampling.partial.prompts" not in one]
-    partial = [one["sampling.slots"] for one in slots if "sampling.partial.prompts" in one]
-    assert len(partial) == 1 and 128 < partial[0] < max(whole) - 64
-    assert len(slots) <= tune.TRIED
+    partial = [one for one in slots if "sampling.partial.prompts" in one]
+    assert partial and len(slots) <= tune.TRIED
+    for one in partial:
+        assert one["sampling.pool_tokens"] < LIMIT * max([128, *whole])
+        assert one["sampling.slots"] * LIMIT > 1.5 * one["sampling.pool_tokens"]
 
 
 def test_memory_that_has_to_stay_free():
@@ -116,18 +119,19 @@ def test_steps_between_those_that_are_compiled():
     assert [step.fixed_s for step in found] == pytest.approx([3.8e-3, 3.2e-3, 2.9e-3])
 
 
-def test_bytes_of_a_slot_and_of_a_token():
-    """48 layers, 4 heads of 128, keys and values in bfloat16: 98,304 bytes for each of 1024 columns, 8 times 128."""
-    config = small()
+def test_bytes_of_a_decode():
+    """48 layers, 4 heads of 128, keys and values in bfloat16: 98,304 bytes for each of 8 × 128 columns of 16 slots.
+
+    With partial rollouts, rows of 1024 tokens for half of the slots; of a shared pool, 1.15 times its tokens. 1.5 times
+    the routes, tokens and log-probs of 64 or 80 responses on each of 8 shards.
+    """
+    config, record = small(), 1.5 * LIMIT * (48 * 8 + 12)
     _, setting = Made()(config, [])
-    assert tune.slot_bytes(setting) == 98_304 * 1024
     assert tune.token_bytes(setting) == 98_304
-    assert tune.partial_bytes(setting, 16) == 0
-
-
-def test_bytes_of_partial_rollouts():
-    """Rows of 1024 tokens for half of 16 slots, and four times the routes of 16 more responses on a shard."""
-    config = small()
+    assert tune.sampling_bytes(setting) == 1.1 * 16 * 1024 * 98_304 + 64 * record
     config.sampling.partial.prompts = 40
     _, setting = Made()(config, [])
-    assert tune.partial_bytes(setting, 16) == 8 * 1024 * 98_304 + 4 * 16 * LIMIT * 48 * 8 * (1 + 4)
+    assert tune.sampling_bytes(setting) == (1.1 * 16 + 8) * 1024 * 98_304 + 80 * record
+    config.sampling.pool_tokens = 8 * 8 * 1024
+    _, setting = Made()(config, [])
+    assert tune.sampling_bytes(setting) == (1.1 * 8 + 12) * 1024 * 98_304 + 80 * record  # 12 rows, not 10
