@@ -44,7 +44,7 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
 from gspo_jax.rollout.pages import PageTable, Pool
 from gspo_jax.rollout.prefilled import Prefilled, SampledTokens, flatten_routes
-from gspo_jax.rollout.responses import ResponseBuffer, StepLog
+from gspo_jax.rollout.responses import ResponseBuffer, StepLog, log_rows
 from gspo_jax.rollout.sampling import SamplingParams, StopRule, draw, is_eos, token_keys
 from gspo_jax.types import Rollout, Weights
 
@@ -194,7 +194,7 @@ class DecodeLoop:
         """Return the first state: the queue's head in the slots, prefixes in the pool."""
         n, B, T = self.queue.shape[0], self.slots, self.stop.max_length
         at, zero = jnp.arange(B, dtype=jnp.int32), jnp.zeros((), jnp.int32)
-        kv, rows = self.prefilled.prompt_kv, min(_LOG_ROWS, T)
+        kv, rows = self.prefilled.prompt_kv, log_rows(T, _LOG_ROWS)
 
         like = self.prefilled.first, jax.tree.map(flatten_routes, kv.routes)
         log = StepLog(*jax.tree.map(lambda x: jnp.zeros((rows, B, *x.shape[2:]), x.dtype), like))

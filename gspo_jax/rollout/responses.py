@@ -5,11 +5,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from gspo_jax.rollout.prefilled import Prefilled, SampledTokens, flatten_routes, length_mask
 from gspo_jax.rollout.sampling import StopRule, is_eos
 from gspo_jax.types import Rollout, RouterRecord
+
+BLOCK = 32
+"""Tokens whose routes are written together: rows of a TPU's tile of int8, which it cannot write in part."""
 
 
 @struct.dataclass
@@ -24,32 +27,33 @@ class StepLog:
 
 @struct.dataclass
 class ResponseBuffer:
-    """The n responses of a shard, in their own order, with room for `rows` tokens past the longest.
+    """The n responses of a shard, in their own order, with room for the rows of a log past the longest.
 
     Undefined past their lengths.
     """
 
     sampled: SampledTokens
-    """[n, T + rows]; prefixes have log-probs 0."""
+    """[n, M]; prefixes have log-probs 0."""
     routes: RouterRecord
-    """Routes of tokens fed to the model, [n, T + rows, L·K]."""
+    """Routes of tokens fed to the model, [n, M / BLOCK, BLOCK, L·K]."""
     lengths: Int[Array, " n"]
 
     @classmethod
     def start(cls, prefilled: Prefilled, max_length: int, rows: int) -> "ResponseBuffer":
-        """Start with each response's prefix and first sampled token."""
-        prefix_lengths, size = prefilled.prefix_lengths, max_length + rows
+        """Start with each response's prefix and first sampled token; `rows` of the log are whole blocks."""
+        prefix_lengths, size = prefilled.prefix_lengths, _in_blocks(max_length) + rows + BLOCK
         is_first = jnp.arange(size)[None] == prefix_lengths[:, None]
         sampled = jax.tree.map(lambda d: jnp.where(is_first, d[:, None], jnp.zeros((), d.dtype)), prefilled.first)
         prefix, prefix_kv = prefilled.prefix, prefilled.prefix_kv
         if prefix is None or prefix_kv is None:
+            blocks = len(prefix_lengths), size // BLOCK, BLOCK
             routes = jax.tree.map(
-                lambda r: jnp.zeros((*is_first.shape, r.shape[-2] * r.shape[-1]), r.dtype), prefilled.prompt_kv.routes
+                lambda r: jnp.zeros((*blocks, r.shape[-2] * r.shape[-1]), r.dtype), prefilled.prompt_kv.routes
             )
             return cls(sampled, routes, prefix_lengths + 1)
 
         def of_prefixes(x: Array) -> Array:
-            """[R, M, …] -> [n, T + rows, …], one response at a time."""
+            """[R, N, …] -> [n, M, …], one response at a time."""
             padded = jnp.pad(x, ((0, 0), (0, size), *((0, 0),) * (x.ndim - 2)))
             nowhere, shape = (0,) * (x.ndim - 2), (1, size, *x.shape[2:])
             places = prefix.row, prefix.start
@@ -57,28 +61,38 @@ class ResponseBuffer:
 
         tokens = of_prefixes(prefix.tokens)
         tokens = jnp.where(length_mask(prefix_lengths, size), tokens, sampled.tokens)
-        routes = jax.tree.map(lambda r: of_prefixes(flatten_routes(r)), prefix_kv.routes)
+        routes = jax.tree.map(lambda r: _blocks(of_prefixes(flatten_routes(r))), prefix_kv.routes)
         return cls(sampled._replace(tokens=tokens), routes, prefix_lengths + 1)
 
     def add(
         self, log: StepLog, rows: Array, slot: Array, response: Array, length: Array, prefix_length: Array
     ) -> "ResponseBuffer":
-        """Copy in what the first `rows` rows of the log have of a slot's response, which is `length` tokens long."""
+        """Copy in what the first `rows` rows of the log have of a slot's response, which is `length` tokens long.
 
-        def put(old: Array, new: Array, origin: Array, least: Array) -> Array:
-            """Copy row r to token origin + r, unless it is below `least`; what follows is undefined."""
-            own = new[:, slot]
-            first = jnp.maximum(origin, least)
-            padded = jnp.pad(own, ((0, len(own)), *((0, 0),) * (own.ndim - 1)))
-            own = jax.lax.dynamic_slice_in_dim(padded, first - origin, len(own))
-            return jax.lax.dynamic_update_slice(old, own[None], (response, first, *(0,) * (own.ndim - 1)))
+        Row r has the token `length - rows + r`, and the routes of the one before, which was fed in its step.
+        """
 
-        # A token's routes are one row below it, in the step that feeds it.
-        sampled = partial(put, origin=length - rows, least=prefix_length + 1)
-        routed = partial(put, origin=length - rows - 1, least=prefix_length)
+        def put(old: Array, new: Array) -> Array:
+            """Copy from the first token that was not sampled earlier on. What follows the last is undefined."""
+            size, own = len(new), new[:, slot]
+            first = jnp.maximum(length - rows, prefix_length + 1)
+            own = jax.lax.dynamic_slice(jnp.pad(own, (0, size)), (first - (length - rows),), (size,))
+            return jax.lax.dynamic_update_slice(old, own[None], (response, first))
+
+        def put_blocks(old: Array, new: Array) -> Array:
+            size, own = len(new) + BLOCK, new[:, slot]
+            first = jnp.maximum(length - rows - 1, prefix_length)
+            block = first // BLOCK
+            padded = jnp.pad(own, ((BLOCK, size), (0, 0)))
+            own = jax.lax.dynamic_slice_in_dim(padded, block * BLOCK - (length - rows - 1) + BLOCK, size)
+            at, shape = (response, block, 0, 0), (1, size // BLOCK, BLOCK, own.shape[1])
+            is_new = (block * BLOCK + jnp.arange(size) >= first)[:, None]
+            merged = jnp.where(is_new, own, jax.lax.dynamic_slice(old, at, shape).reshape(own.shape))
+            return jax.lax.dynamic_update_slice(old, merged.reshape(shape), at)
+
         return ResponseBuffer(
-            jax.tree.map(sampled, self.sampled, log.sampled),
-            jax.tree.map(routed, self.routes, log.routes),
+            jax.tree.map(put, self.sampled, log.sampled),
+            jax.tree.map(put_blocks, self.routes, log.routes),
             jax.lax.dynamic_update_index_in_dim(self.lengths, length, response, 0),
         )
 
@@ -90,7 +104,8 @@ class ResponseBuffer:
         Also returns True for each response that reached neither.
         """
         T, prefix_lengths = stop.max_length, prefilled.prefix_lengths
-        sampled, fed = (jax.tree.map(lambda x: x[:, :T], kept) for kept in (self.sampled, self.routes))
+        sampled = jax.tree.map(lambda x: x[:, :T], self.sampled)
+        fed = jax.tree.map(lambda x: x.reshape(len(x), -1, x.shape[-1])[:, :T], self.routes)
         tokens, at = sampled.tokens, jnp.arange(T)[None]
         available = at < jnp.minimum(limits, self.lengths)[:, None]
         eos = is_eos(tokens, stop.eos_ids) & available & (at >= prefix_lengths[:, None])
@@ -126,3 +141,16 @@ class ResponseBuffer:
             ),
         )
         return rollout, ~stopped & ~rollout.truncated
+
+
+def log_rows(max_length: int, most: int) -> int:
+    """Return the rows of a log for responses of `max_length` tokens, at most `most`, in whole blocks."""
+    return min(most, _in_blocks(max_length))
+
+
+def _in_blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK) * BLOCK
+
+
+def _blocks(x: Shaped[Array, "n M X"]) -> Shaped[Array, "n B b X"]:
+    return x.reshape(len(x), -1, BLOCK, x.shape[-1])

@@ -343,7 +343,10 @@ def test_the_loop_copies_no_cache():
     loop, _, _ = (
         decoder.decode.lower(GRAPH, weights(), prefilled, keys, **settings).compile().as_text().partition("\nENTRY ")
     )
-    pool, routes = r"f32\[2,40,2,64,8\]", r"s8\[32,328,4\]"  # layers, pages, heads, columns, width; responses, tokens
+    pool, routes = (
+        r"f32\[2,40,2,64,8\]",
+        r"s8\[32,12,32,4\]",
+    )  # layers, pages, heads, columns, width; responses, blocks of tokens
     assert len(re.findall(rf"= {pool}\S* (?:scatter|fusion)\(", loop)) >= 2
     assert len(re.findall(rf"= {routes}\S* (?:dynamic-update-slice|fusion)\(", loop)) >= 1
     for shape in (pool, routes):
