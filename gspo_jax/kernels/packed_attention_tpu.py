@@ -130,6 +130,10 @@ def _dot(a: Array, b: Array, a_over: int, b_over: int) -> Array:
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
+def _lanes(head: int, width: int) -> Any:
+    return pl.ds(head * width, width)
+
+
 def _begins(query: Any, n: Array) -> Array:
     return (n == 0) | (query[jnp.maximum(n - 1, 0)] != query[n])
 
@@ -159,7 +163,7 @@ def _forward_kernel(
     """The log-sum-exp has base 2."""
     n = pl.program_id(1)
     i, j = query[n], key[n]
-    heads, block, width = q.shape
+    (heads, width, _), block = totals.shape, len(k)
 
     @pl.when(_begins(query, n))
     def _() -> None:
@@ -173,7 +177,7 @@ def _forward_kernel(
         chunk = min(_CHUNK, block)
         for head, at in itertools.product(range(heads), range(0, block, chunk)):
             row, part = pl.ds(head, 1), pl.ds(at, chunk)
-            scores = _dot(k[...], q[head, part], 1, 1) * (scale * math.log2(math.e))
+            scores = _dot(k[...], q[part, _lanes(head, width)], 1, 1) * (scale * math.log2(math.e))
             if masked:
                 scores += mask[:, part]
             before = highest[row, part]
@@ -191,7 +195,7 @@ def _forward_kernel(
         log_sum[...] = highest[...] + jnp.log2(weight)
         for head in range(heads):
             mean = totals[head] / weight[head : head + 1]
-            out[:, head * width : (head + 1) * width] = mean.T.astype(out.dtype)
+            out[:, _lanes(head, width)] = mean.T.astype(out.dtype)
 
 
 def _backward_kernel(
@@ -224,7 +228,7 @@ def _backward_kernel(
     """
     head_k, n = pl.program_id(0), pl.program_id(1)
     i, j, slot = query[n], key[n], n % 2
-    heads, block, width = q.shape
+    (heads, width, _), block = totals.shape, len(k)
 
     def in_hbm(j: Array) -> Any:
         return d_keys.at[head_k, :, pl.ds(j * block, block)]
@@ -240,28 +244,27 @@ def _backward_kernel(
         pl.when(n > 0)(lambda: store(1 - slot, key[jnp.maximum(n - 1, 0)]).wait())
         pl.when(~first_of_keys)(fetch.start)
 
-    def lanes(x: Any, head: int) -> Array:
-        return x[:, head * width : (head + 1) * width]
-
     @pl.when(_begins(query, n))
     def _() -> None:
         totals[...] = jnp.zeros_like(totals)
         for head in range(heads):
-            product = lanes(grads, head).astype(jnp.float32) * lanes(out, head).astype(jnp.float32)
+            own = _lanes(head, width)
+            product = grads[:, own].astype(jnp.float32) * out[:, own].astype(jnp.float32)
             delta[head : head + 1] = product.T.sum(axis=0, keepdims=True)
 
     def visit(masked: bool) -> None:
         if masked:
             mask[...] = jnp.where(_seen(spans, i, j, block), 0, _MASKED)
         for head in range(heads):
-            do = lanes(grads, head)
-            scores = _dot(k[...], q[head], 1, 1) * (scale * math.log2(math.e))
+            own = _lanes(head, width)
+            do = grads[:, own]
+            scores = _dot(k[...], q[:, own], 1, 1) * (scale * math.log2(math.e))
             if masked:
                 scores += mask[...]
             probs = jnp.exp2(scores - log_sum[head : head + 1])
             ds = (probs * (_dot(v[...], do, 1, 1) - delta[head : head + 1])).astype(q.dtype)
             totals[head] += _dot(k[...], ds, 0, 0)
-            dk, dv = _dot(ds, q[head], 1, 0), _dot(probs.astype(do.dtype), do, 1, 0)
+            dk, dv = _dot(ds, q[:, own], 1, 0), _dot(probs.astype(do.dtype), do, 1, 0)
             if head == 0:
                 sums[slot, 0], sums[slot, 1] = dk, dv
                 exchange()
@@ -287,12 +290,19 @@ def _backward_kernel(
     @pl.when(i == j)
     def _() -> None:
         for head in range(heads):
-            dq[head] = (totals[head] * scale).T.astype(dq.dtype)
+            dq[:, _lanes(head, width)] = (totals[head] * scale).T.astype(dq.dtype)
 
 
 class _Rows(NamedTuple):
     tokens: int
     """A multiple of the block."""
+    groups: int
+    """Groups of query heads, one to a visit."""
+    shared: int
+    """Groups per key head."""
+    heads: int
+    """Query heads of a group."""
+    width: int
     block: int
     scale: float
     interpret: Any
@@ -307,7 +317,7 @@ def _call(
     rows: _Rows,
     name: str,
 ) -> tuple[Array, ...]:
-    groups, block = inputs[0][0].shape[0], rows.block
+    block = rows.block
     visits, count = _visits(spans, rows.tokens, block, interpret=rows.interpret)
     by_block = jnp.swapaxes(spans.reshape(3, -1, block), 0, 1)
 
@@ -322,7 +332,7 @@ def _call(
                     *(spec for _, spec in inputs),
                 ),
                 out_specs=tuple(spec for _, spec in outputs),
-                grid=(groups, count),
+                grid=(rows.groups, count),
                 scratch_shapes=scratch,
             ),
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
@@ -333,40 +343,36 @@ def _call(
     return unchecked(run, count[0], *visits, by_block, *(x for x, _ in inputs))
 
 
-def _specs(q: Array, k: Array, rows: _Rows) -> tuple[pl.BlockSpec, ...]:
-    (groups, heads, _, width), block = q.shape, rows.block
-    shared = groups // k.shape[0]
+def _specs(rows: _Rows) -> tuple[pl.BlockSpec, ...]:
+    """Return the blocks of queries and outputs, keys and values, and numbers per query."""
+    block, heads, width, shared = rows.block, rows.heads, rows.width, rows.shared
     return (
-        pl.BlockSpec((None, heads, block, width), lambda p, n, query, *_: (p, 0, query[n], 0)),
-        pl.BlockSpec((None, block, width), lambda p, n, query, key, *_: (p // shared, key[n], 0)),
-        pl.BlockSpec((block, width), lambda p, n, query, key, *_: (key[n], p // shared)),
         pl.BlockSpec((block, heads * width), lambda p, n, query, *_: (query[n], p)),
+        pl.BlockSpec((block, width), lambda p, n, query, key, *_: (key[n], p // shared)),
         pl.BlockSpec((None, heads, block), lambda p, n, query, *_: (p, 0, query[n])),
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attend(
-    q: Float[Array, "P g M h"],
-    k: Float[Array, "Kv M h"],
+    q: Float[Array, "M Hh"],
+    k: Float[Array, "M Kvh"],
     v: Float[Array, "M Kvh"],
     spans: Int[Array, "3 M"],
     rows: _Rows,
 ) -> Float[Array, "M Hh"]:
-    """P groups of g query heads."""
     return _attend_forward(q, k, v, spans, rows)[0]
 
 
 def _attend_forward(q: Array, k: Array, v: Array, spans: Array, rows: _Rows) -> tuple[Array, tuple[Array, ...]]:
-    groups, heads, M, width = q.shape
-    block = rows.block
-    of_q, of_k, of_v, of_out, numbers = _specs(q, k, rows)
+    block, heads, width = rows.block, rows.heads, rows.width
+    of_q, of_k, numbers = _specs(rows)
     out, log_sum = _call(
         _forward_kernel,
-        ((q, of_q), (k, of_k), (v, of_v)),
+        ((q, of_q), (k, of_k), (v, of_k)),
         (
-            (jax.ShapeDtypeStruct((M, groups * heads * width), q.dtype), of_out),
-            (jax.ShapeDtypeStruct((groups, heads, M), jnp.float32), numbers),
+            (jax.ShapeDtypeStruct(q.shape, q.dtype), of_q),
+            (jax.ShapeDtypeStruct((rows.groups, heads, len(q)), jnp.float32), numbers),
         ),
         (
             pltpu.VMEM((heads, width, block), jnp.float32),
@@ -383,17 +389,17 @@ def _attend_forward(q: Array, k: Array, v: Array, spans: Array, rows: _Rows) -> 
 
 def _attend_backward(rows: _Rows, residuals: tuple[Array, ...], grads: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, spans, out, log_sum = residuals
-    (groups, heads, M, width), block = q.shape, rows.block
-    of_q, of_k, of_v, of_out, numbers = _specs(q, k, rows)
+    M, block, heads, width = len(q), rows.block, rows.heads, rows.width
+    of_q, of_k, numbers = _specs(rows)
     # Probability 0 for padding.
     valid = spans[2] <= jnp.arange(M)
     log_sum = jnp.where(valid[None, None], log_sum, -_MASKED)
     dq, d_keys = _call(
         _backward_kernel,
-        ((q, of_q), (k, of_k), (v, of_v), (out, of_out), (grads, of_out), (log_sum, numbers)),
+        ((q, of_q), (k, of_k), (v, of_k), (out, of_q), (grads, of_q), (log_sum, numbers)),
         (
             (jax.ShapeDtypeStruct(q.shape, q.dtype), of_q),
-            (jax.ShapeDtypeStruct((groups, 2, M, width), jnp.float32), pl.BlockSpec(memory_space=pl.ANY)),
+            (jax.ShapeDtypeStruct((rows.groups, 2, M, width), jnp.float32), pl.BlockSpec(memory_space=pl.ANY)),
         ),
         (
             pltpu.VMEM((heads, width, block), jnp.float32),
@@ -407,9 +413,9 @@ def _attend_backward(rows: _Rows, residuals: tuple[Array, ...], grads: Array) ->
         rows,
         "packed_attention_backward",
     )
-    d_keys = d_keys.reshape(k.shape[0], -1, 2, M, width).sum(axis=1)
-    dk, dv = d_keys[:, 0] * rows.scale, jnp.swapaxes(d_keys[:, 1], 0, 1).reshape(v.shape)
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
+    d_keys = d_keys.reshape(-1, rows.shared, 2, M, width).sum(axis=1)
+    dk, dv = (d_keys[:, 0] * rows.scale).astype(k.dtype), d_keys[:, 1].astype(v.dtype)
+    return dq, *(jnp.swapaxes(x, 0, 1).reshape(k.shape) for x in (dk, dv)), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -452,7 +458,6 @@ def attention(
     q, k, v = (tokens(x) for x in (q, k, v))
     width = q.shape[2]
     heads = _heads_per_visit(H // Kv, Kv, width)
-    q = jnp.moveaxis(q.reshape(B * row, H // heads, heads, width), 0, 2)
-    rows = _Rows(row, block, h**-0.5, interpret)
-    out = _attend(q, jnp.swapaxes(k, 0, 1), v.reshape(B * row, Kv * width), ends, rows)
+    rows = _Rows(row, H // heads, H // Kv // heads, heads, width, block, h**-0.5, interpret)
+    out = _attend(*(x.reshape(B * row, -1) for x in (q, k, v)), ends, rows)
     return out.reshape(B, row, H, width)[:, :N, :, :h]

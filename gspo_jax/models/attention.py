@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from gspo_jax.kernels.attention import SlotRows, causal_attention, decode_attention
 from gspo_jax.kernels.kv import KV
 from gspo_jax.kernels.packed_attention import Spans, packed_attention
+from gspo_jax.kernels.rotary import in_place, normed_rope, rms_norm, rope
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
 from gspo_jax.models.matrices import project
 from gspo_jax.parallel.mesh import AXES, TRAINER, constrain, has_mesh, manual_axes, spec, without_axes
@@ -23,23 +24,6 @@ It decides what a query sees.
 """
 
 _Axes = tuple[str | None, ...]
-
-
-def rms_norm(x: Float[Array, "*b D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*b D"]:
-    """Return x / rms(x) · scale, computed in float32, in x's dtype."""
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return (y * scale.reshape((1,) * (y.ndim - 1) + (-1,))).astype(x.dtype)
-
-
-def rope(
-    x: Float[Array, "B N T h"], positions: Int[Array, "B T"], frequencies: Float[Array, " half"]
-) -> Float[Array, "B N T h"]:
-    """Rotate pairs (x_i, x_{i+h/2}) by position · frequency_i (arXiv 2104.09864, half-split layout)."""
-    angle = positions[:, None, :, None].astype(jnp.float32) * frequencies.reshape(1, 1, 1, -1)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 def _on_shards(attend: Callable[..., Array], arrays: tuple[Any, ...], axes: tuple[_Axes, ...], out: _Axes) -> Array:
@@ -133,19 +117,27 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], attend: Attend
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Return the attention output, and what `attend` kept."""
-        frequencies = self.config.rope_frequencies()
-        q, k, v = map(self._heads, project(self, ("q", "k", "v"), x))
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = (rope(a, positions, frequencies) for a in (q, k))
-        q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q, k, v))
+        q, k, v = project(self, ("q", "k", "v"), x)
+        q, k = self._turned(q, self.q_norm, positions, "heads"), self._turned(k, self.k_norm, positions, "kv_heads")
+        v = checkpoint_name(v, "dot").reshape(*v.shape[:2], -1, self.config.head_dim)
         q = constrain(q, "batch", None, "heads", None)
         k, v = (constrain(a, "batch", None, "kv_heads", None) for a in (k, v))
         out, kept = attend(q, k, v)
         (y,) = project(self, ("o",), out.reshape(*x.shape[:2], -1))
         return checkpoint_name(y, "dot"), kept
 
-    def _heads(self, x: Float[Array, "B T n"]) -> Float[Array, "B N T h"]:
-        """Move heads before tokens, before norm and rotation make them float32."""
-        heads = x.reshape(*x.shape[:2], -1, self.config.head_dim)
-        return checkpoint_name(jnp.swapaxes(heads, 1, 2), "dot")
+    def _turned(self, x: Float[Array, "B T n"], norm: Any, positions: Int[Array, "B T"], axis: str) -> Array:
+        """Return the heads [B, T, N, h], normed and turned."""
+        frequencies, h = self.config.rope_frequencies(), self.config.head_dim
+        if in_place(x.shape[1], h) and isinstance(norm, HeadNorm | None):
+            scale = None if norm is None else norm.scale[...]
+
+            def run(x: Array, positions: Array, frequencies: Array, scale: Array | None) -> Array:
+                return normed_rope(x, positions, frequencies, scale, eps=self.config.rms_norm_eps)
+
+            wide = ("batch", None, axis)
+            arrays = (checkpoint_name(x, "dot"), positions, frequencies, scale)
+            return _on_shards(run, arrays, (wide, ("batch",), (), ()), wide).reshape(*x.shape[:2], -1, h)
+        # Heads before tokens, before norm and rotation make them float32.
+        heads = checkpoint_name(jnp.swapaxes(x.reshape(*x.shape[:2], -1, h), 1, 2), "dot")
+        return jnp.swapaxes(rope(heads if norm is None else norm(heads), positions, frequencies), 1, 2)

@@ -1,0 +1,51 @@
+"""Heads as attention takes them: normed in some families, then turned by their positions.
+
+On TPU one Pallas kernel (rotary_tpu.py) does both where the heads lie; XLA would write float32 heads, and move them.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from gspo_jax.kernels import rotary_tpu
+from gspo_jax.kernels.backend import platform
+
+
+def rms_norm(x: Float[Array, "*b D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*b D"]:
+    """Return x / rms(x) · scale, computed in float32, in x's dtype."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return (y * scale.reshape((1,) * (y.ndim - 1) + (-1,))).astype(x.dtype)
+
+
+def rope(
+    x: Float[Array, "B N T h"], positions: Int[Array, "B T"], frequencies: Float[Array, " half"]
+) -> Float[Array, "B N T h"]:
+    """Rotate pairs (x_i, x_{i+h/2}) by position · frequency_i (arXiv 2104.09864, half-split layout)."""
+    angle = positions[:, None, :, None].astype(jnp.float32) * frequencies.reshape(1, 1, 1, -1)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def in_place(tokens: int, width: int) -> bool:
+    """Return True where `normed_rope` has a kernel: on TPU, for heads of whole lanes and more than a few tokens."""
+    return platform() == "tpu" and width == rotary_tpu.LANES and tokens >= rotary_tpu.LANES
+
+
+def normed_rope(
+    x: Float[Array, "B T Nh"],
+    positions: Int[Array, "B T"],
+    frequencies: Float[Array, " half"],
+    scale: Float[Array, " h"] | None,
+    *,
+    eps: float,
+) -> Float[Array, "B T Nh"]:
+    """Return `rope` of every head's `rms_norm`, heads side by side; without a scale they are not normed.
+
+    Only where `in_place`.
+    """
+    B, T, _ = x.shape
+    angle = (positions.astype(jnp.float32)[..., None] * frequencies.reshape(1, 1, -1)).reshape(B * T, -1)
+    turn = jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1)
+    return rotary_tpu.normed_rope(x.reshape(B * T, -1), turn, scale, eps=eps).reshape(x.shape)
