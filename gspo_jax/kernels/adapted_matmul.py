@@ -90,7 +90,7 @@ def _apart(
     return [y if low is None else y + thin(next(scaled), (low.b,))[0] for y, low in zip(outs, lows, strict=True)]
 
 
-def _side_by_side(lows: Lows, dtype: Any) -> Thin:
+def side_by_side(lows: Lows, dtype: Any) -> Thin:
     """Concatenate adapters, each B zero in the rows of the others.
 
     A rank of one gets a second row of zeros: the TPU compiler rejects products over a single column.
@@ -124,7 +124,7 @@ def _together(
     likely: int | None,
     interpret: bool = False,
 ) -> list[Array]:
-    thin = _side_by_side(lows, rows.dtype)
+    thin = side_by_side(lows, rows.dtype)
     if layer is None:
         return _fused(rows, weights, thin, group_sizes, likely, interpret)
     options: Any = {"layer": layer, "likely": likely, "interpret": interpret}

@@ -267,11 +267,18 @@ def grouped_matmuls(
     return _products(rows, weights, group_sizes, likely)
 
 
-class _Weight(NamedTuple):
+class Kept(NamedTuple):
     """A weight, in the field that says whether it is trained."""
 
     trained: Array | None = None
     frozen: Weights | None = None
+
+    @classmethod
+    def of(cls, w: Any) -> "Kept":
+        """Return a `CustomVJPPrimal` or `Scaled` of two as a weight."""
+        if isinstance(w, Scaled):
+            return cls(frozen=Scaled(*(part.value for part in cast(Any, w))))
+        return cls(trained=w.value) if w.perturbed else cls(frozen=w.value)
 
     @property
     def value(self) -> Weights:
@@ -282,19 +289,14 @@ class _Weight(NamedTuple):
 
 def _forward(
     rows: Any, weights: tuple[Any, ...], group_sizes: Any, likely: int | None
-) -> tuple[tuple[Array, ...], tuple[Array, list[_Weight], Array]]:
-    def kept(w: Any) -> _Weight:
-        if isinstance(w, Scaled):
-            return _Weight(frozen=Scaled(*(part.value for part in cast(Any, w))))
-        return _Weight(trained=w.value) if w.perturbed else _Weight(frozen=w.value)
-
-    own = [kept(w) for w in weights]
+) -> tuple[tuple[Array, ...], tuple[Array, list[Kept], Array]]:
+    own = [Kept.of(w) for w in weights]
     out = _products(rows.value, [w.value for w in own], group_sizes.value, likely)
     return out, (rows.value, own, group_sizes.value)
 
 
 def _backward(
-    likely: int | None, residuals: tuple[Array, list[_Weight], Array], given: tuple[Any, ...]
+    likely: int | None, residuals: tuple[Array, list[Kept], Array], given: tuple[Any, ...]
 ) -> tuple[Array, tuple[Array | None, ...], None]:
     rows, kept, group_sizes = residuals
     zero = jax.custom_derivatives.SymbolicZero

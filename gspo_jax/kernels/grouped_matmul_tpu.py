@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from gspo_jax.errors import UserError
 from gspo_jax.kernels.backend import unchecked
-from gspo_jax.kernels.visits_tpu import LANES, VMEM, accumulate, for_parts, row_tile, schedule, taken
+from gspo_jax.kernels.visits_tpu import LANES, VMEM, accumulate, for_parts, part_of, row_tile, schedule, taken
 
 
 class Thin(NamedTuple):
@@ -94,26 +94,69 @@ def _unpacked(group: Any, v: Array, weights: Sequence[Any], copies: Sequence[Any
 
 
 def _each_kernel(
-    group: Any, tile: Any, first: Any, end: Any, layer: Any, rows: Any, *refs: Any, n: int, scaled: bool, thin: bool
+    group: Any,
+    tile: Any,
+    first: Any,
+    end: Any,
+    layer: Any,
+    rows: Any,
+    *refs: Any,
+    n: int,
+    scaled: bool,
+    thin: bool,
+    gated: bool,
+    kept: bool,
 ) -> None:
-    """Compute out_i = rows @ weights_i."""
+    """Compute out_i = rows @ weights_i, or if `gated` silu(out_0) · out_1 · share, and if `kept` these two as well."""
     del tile, layer
     v = pl.program_id(1)
-    weights, scales, inner, factors, outer, outs, copies = taken(
-        refs, n, n * scaled, thin, thin, n * thin, n, n * scaled
+    weights, scales, inner, factors, outer, shares, outs, copies = taken(
+        refs, n, n * scaled, thin, thin, n * thin, gated, 1 + n * kept if gated else n, n * scaled
     )
     weights = _unpacked(group, v, weights, copies)
 
     def run(at: Any, first: Array, end: Array) -> None:
         columns = thin_columns([rows[at, :]], inner, factors[0]) if thin else None
-        for i, (w, out) in enumerate(zip(weights, outs, strict=True)):
-            product = jnp.dot(rows[at, :], w[...], preferred_element_type=jnp.float32)
-            product = product * scales[i][...] if scaled else product
-            if columns is not None:
-                product += jnp.dot(columns, outer[i][...], preferred_element_type=jnp.float32)
-            _store(product, out, at, first, end)
+
+        def product(i: int) -> Array:
+            y = jnp.dot(rows[at, :], weights[i][...], preferred_element_type=jnp.float32)
+            y = y * scales[i][...] if scaled else y
+            return y if columns is None else y + jnp.dot(columns, outer[i][...], preferred_element_type=jnp.float32)
+
+        if not gated:
+            for i, out in enumerate(outs):
+                _store(product(i), out, at, first, end)
+            return
+        pair = [product(i).astype(rows.dtype).astype(jnp.float32) for i in range(n)]
+        for y, out in zip(pair, outs[1:], strict=False):
+            _store(y, out, at, first, end)
+        _store(jax.nn.silu(pair[0]) * pair[1] * _column(shares[0], at), outs[0], at, first, end)
 
     for_parts(first[v], end[v], rows.shape[0], run)
+
+
+def _diagonal(part: int) -> Array:
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, (part, part), axis) for axis in (0, 1))
+    return row == column
+
+
+def _column(numbers: Any, at: Any) -> Float[Array, "n 1"]:
+    """Return a slice of a tile's numbers, which lie along lanes, part by part, as a column."""
+    part, own = numbers.shape[1], _diagonal(numbers.shape[1])
+    first = at.start // part
+    rows = [numbers[pl.ds(first + i, 1), :] for i in range(at.size // part)]
+    columns = [jnp.where(own, row, 0).sum(axis=1, keepdims=True) for row in rows]
+    return columns[0] if len(columns) == 1 else jnp.concatenate(columns)
+
+
+def _store_column(column: Float[Array, "n 1"], out: Any, at: Any, first: Array, end: Array) -> None:
+    """Invert `_column`, keeping other groups' numbers."""
+    part, own = out.shape[1], _diagonal(out.shape[1])
+    lane = jax.lax.broadcasted_iota(jnp.int32, (1, part), 1)
+    for i in range(at.size // part):
+        row = jnp.where(own, column[i * part : (i + 1) * part], 0).sum(axis=0, keepdims=True)
+        there, number = pl.ds(at.start // part + i, 1), lane + i * part
+        out[there, :] = jnp.where((number >= first) & (number < end), row, out[there, :])
 
 
 def thin_columns(rows: Sequence[Float[Array, "n _"]], first: Sequence[Any], factors: Any) -> Float[Array, "n R"]:
@@ -127,13 +170,22 @@ def _by_transposed(x: Float[Array, "n d"], w: Float[Array, "f d"]) -> Float[Arra
 
 
 def _sum_kernel(
-    group: Any, tile: Any, first: Any, end: Any, layer: Any, *refs: Any, n: int, scaled: bool, thin: bool
+    group: Any,
+    tile: Any,
+    first: Any,
+    end: Any,
+    layer: Any,
+    *refs: Any,
+    n: int,
+    scaled: bool,
+    thin: bool,
+    gated: bool,
 ) -> None:
-    """Compute out = Σ_i rows_i @ weights_i^T."""
+    """Compute out = Σ_i rows_i @ weights_i^T, or if `gated` what the gradient of a SwiGLU makes of it."""
     del tile, layer
     v = pl.program_id(1)
-    rows, weights, scales, outer, factors, inner, (out,), copies = taken(
-        refs, n, n, n * scaled, n * thin, thin, thin, 1, n * scaled
+    rows, weights, scales, outer, factors, inner, shares, pair, outs, copies = taken(
+        refs, n, n, n * scaled, n * thin, thin, thin, gated, 2 * gated, 4 if gated else 1, n * scaled
     )
     weights = _unpacked(group, v, weights, copies)
 
@@ -146,9 +198,18 @@ def _sum_kernel(
         if thin:
             columns = thin_columns([x[at, :] for x in rows], outer, factors[0])
             total += jnp.dot(columns, inner[0][...], preferred_element_type=jnp.float32)
-        _store(total, out, at, first, end)
+        if not gated:
+            _store(total, outs[0], at, first, end)
+            return
+        (gate, up), share = (x[at, :].astype(jnp.float32) for x in pair), _column(shares[0], at)
+        sigmoid = jax.nn.sigmoid(gate)
+        silu, slope = gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))
+        own = total * share
+        for y, out in zip((own * up * slope, own * silu, silu * up * share), outs, strict=False):
+            _store(y, out, at, first, end)
+        _store_column((total * silu * up).sum(axis=1, keepdims=True), outs[3], at, first, end)
 
-    for_parts(first[v], end[v], out.shape[0], run)
+    for_parts(first[v], end[v], rows[0].shape[0], run)
 
 
 def _products(
@@ -161,22 +222,26 @@ def _products(
     transposed: bool = False,
     layer: Int[Array, ""] | int = 0,
     likely: int | None = None,
+    shares: Float[Array, " N"] | None = None,
+    kept: bool = False,
+    pair: Sequence[Float[Array, "N F"]] = (),
     interpret: bool = False,
-) -> tuple[Float[Array, "N F"], ...]:
-    """Return each product, or their sum if `transposed`."""
+) -> tuple[Array, ...]:
+    """Return each product, or their sum if `transposed`; with `shares` as `gated` and `gated_transposed` say."""
     (N, inner), E, size = rows[0].shape, group_sizes.shape[0], rows[0].dtype.itemsize
-    stored, scaled = weights[0].dtype.itemsize, len(scales) > 0
+    stored, scaled, gated = weights[0].dtype.itemsize, len(scales) > 0, shares is not None
     rank = 0 if thin is None else thin.factors.shape[1]
     path = () if thin is None else (*thin.first, thin.factors, *thin.second)
-    width, outs = (weights[0].shape[1], 1) if transposed else (weights[0].shape[2], len(weights))
+    width, sums = (weights[0].shape[1], 1) if transposed else (weights[0].shape[2], len(weights))
+    outs = sums if not gated else 3 if transposed else 1 + 2 * kept
     tile = row_tile(N, E, N if likely is None else likely, max(inner, width), size)
 
     def fits(columns: int) -> bool:  # double buffers of rows, weights and outputs, converted weights, float32 products
-        blocks = len(rows) * tile * inner + outs * tile * columns
+        blocks = len(rows) * tile * inner + (outs + len(pair)) * tile * columns
         matrices = (2 * stored + size * scaled) * len(weights) * inner * columns
         lanes, sublanes = (unit * pl.cdiv(rank, unit) for unit in (LANES, 16))
-        beside = 2 * size * sublanes * (len(rows) * inner + outs * columns) + (4 + size) * tile * lanes
-        return 2 * size * blocks + matrices + beside + 4 * outs * tile * columns <= VMEM
+        beside = 2 * size * sublanes * (len(rows) * inner + sums * columns) + (4 + size) * tile * lanes
+        return 2 * size * blocks + matrices + beside + 4 * max(outs, sums) * tile * columns <= VMEM
 
     columns = _columns(width, fits)
     blocks = pl.cdiv(width, columns)
@@ -195,26 +260,37 @@ def _products(
         del n
         return group[v], 0, 0
 
-    def part(n: Any, v: Any, group: Any, *_: Any) -> tuple[Any, ...]:
+    def across(n: Any, v: Any, group: Any, *_: Any) -> tuple[Any, ...]:
         return group[v], 0, n
 
-    kernel = functools.partial(
-        _sum_kernel if transposed else _each_kernel, n=len(weights), scaled=scaled, thin=thin is not None
+    static: dict[str, Any] = {"n": len(weights), "scaled": scaled, "thin": thin is not None, "gated": gated}
+    kernel = (
+        functools.partial(_sum_kernel, **static) if transposed else functools.partial(_each_kernel, kept=kept, **static)
     )
+    part = part_of(tile)
+    numbers = (blocks if transposed else 1, pl.cdiv(N, tile), tile // part, part)
+    by_lanes = () if shares is None else (jnp.pad(shares.astype(jnp.float32), (0, -N % tile)).reshape(1, *numbers[1:]),)
     beside = (
         ()
         if thin is None
         else (
             *[pl.BlockSpec((None, rank, inner), whole)] * len(rows),
             pl.BlockSpec((1, rank), lambda *_: (0, 0)),
-            *[pl.BlockSpec((None, rank, columns), part)] * outs,
+            *[pl.BlockSpec((None, rank, columns), across)] * sums,
         )
     )
+
+    of_out = pl.BlockSpec((tile, columns), lambda n, v, group, tile, *_: (tile[v], n))
+    out_shapes = [jax.ShapeDtypeStruct((N, width), rows[0].dtype)] * outs
+    out_specs = [of_out] * outs
+    if gated and transposed:
+        out_shapes.append(jax.ShapeDtypeStruct(numbers, jnp.float32))
+        out_specs.append(pl.BlockSpec((None, None, *numbers[2:]), lambda n, v, group, tile, *_: (n, tile[v], 0, 0)))
 
     def run(count: Array, *args: Array) -> tuple[Array, ...]:
         return pl.pallas_call(
             kernel,
-            out_shape=(jax.ShapeDtypeStruct((N, width), rows[0].dtype),) * outs,
+            out_shape=tuple(out_shapes),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=5,
                 in_specs=(
@@ -222,26 +298,32 @@ def _products(
                     *[pl.BlockSpec((None, *block), matrix)] * len(weights),
                     *[pl.BlockSpec((None, 1, block[1]), scale)] * len(scales),
                     *beside,
+                    *[pl.BlockSpec((None, None, *numbers[2:]), lambda n, v, group, tile, *_: (0, tile[v], 0, 0))]
+                    * gated,
+                    *[of_out] * len(pair),
                 ),
-                out_specs=(pl.BlockSpec((tile, columns), lambda n, v, group, tile, *_: (tile[v], n)),) * outs,
+                out_specs=tuple(out_specs),
                 grid=(blocks, count),
                 scratch_shapes=(pltpu.VMEM(block, rows[0].dtype),) * len(scales),
             ),
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
             # The number of used rows is unknown at compile time.
             cost_estimate=pl.CostEstimate(
-                flops=2 * N * (inner * width * len(weights) + rank * (len(rows) * inner + outs * width)),
-                bytes_accessed=size * (len(rows) * N * inner * blocks + outs * N * width)
+                flops=2 * N * (inner * width * len(weights) + rank * (len(rows) * inner + sums * width)),
+                bytes_accessed=size * (len(rows) * N * inner * blocks + (outs + len(pair)) * N * width)
                 + min(E, N)
-                * (stored * len(weights) * inner * width + size * rank * (len(rows) * inner + outs * width)),
-                transcendentals=0,
+                * (stored * len(weights) * inner * width + size * rank * (len(rows) * inner + sums * width)),
+                transcendentals=N * width * gated,
             ),
             interpret=interpret,
-            name=f"grouped_matmul_transposed_{tile}" if transposed else f"grouped_matmul_{tile}",
+            name=f"grouped_matmul{'_transposed' * transposed}{'_gated' * gated}_{tile}",
         )(*args)
 
     rank3 = (s.astype(jnp.float32)[:, None] for s in scales)
-    return unchecked(run, counts[0], *visits, jnp.asarray(layer, jnp.int32).reshape(1), *rows, *weights, *rank3, *path)
+    beside_weights = (*rank3, *path, *by_lanes, *pair)
+    return unchecked(
+        run, counts[0], *visits, jnp.asarray(layer, jnp.int32).reshape(1), *rows, *weights, *beside_weights
+    )
 
 
 def matmuls(
@@ -282,6 +364,38 @@ def matmuls_transposed(
     `matmuls`, but for `layer`.
     """
     return _products(grads, weights, group_sizes, transposed=True, **options)[0]
+
+
+def gated(
+    rows: Float[Array, "N D"],
+    weights: Sequence[Shaped[Array, "M D F"]],
+    shares: Float[Array, " N"],
+    group_sizes: Int[Array, " E"],
+    *,
+    kept: bool = False,
+    **options: Any,
+) -> tuple[Float[Array, "N F"], ...]:
+    """Compute silu(y_0) · y_1 · share of the two `matmuls` y, and return with it, if `kept`, both of them.
+
+    The products are rounded first. Shares multiply in float32. Arguments and errors as in `matmuls`.
+    """
+    return _products((rows,), weights, group_sizes, shares=shares, kept=kept, **options)
+
+
+def gated_transposed(
+    grads: Float[Array, "N D"],
+    down: Shaped[Array, "E F D"],
+    pair: Sequence[Float[Array, "N F"]],
+    shares: Float[Array, " N"],
+    group_sizes: Int[Array, " E"],
+    **options: Any,
+) -> tuple[Float[Array, "N F"], Float[Array, "N F"], Float[Array, "N F"], Float[Array, " N"]]:
+    """Return the gradients of the two products in `pair`, the output of `gated`, and the gradient of the shares.
+
+    `grads` are of that output times `down`. Other arguments and errors as in `matmuls_transposed`.
+    """
+    *outs, d_shares = _products((grads,), (down,), group_sizes, transposed=True, shares=shares, pair=pair, **options)
+    return *outs, d_shares.sum(axis=0).reshape(-1)[: len(shares)]
 
 
 def _outer_kernel(group: Any, tile: Any, first: Any, end: Any, rows: Any, grads: Any, out: Any, total: Any) -> None:

@@ -100,7 +100,7 @@ def row_tile(rows: int, groups: int, likely: int, width: int, size: int) -> int:
     return min(tile, rows)
 
 
-def _part(tile: int) -> int:
+def part_of(tile: int) -> int:
     """Return the fewest rows computed at once."""
     return LANES if tile % LANES == 0 else tile
 
@@ -110,7 +110,7 @@ def executed_rows(group_sizes: Int[np.ndarray, " E"], tile: int) -> int:
 
     A kernel's name ends in its tile.
     """
-    part, ends = _part(tile), np.cumsum(group_sizes)
+    part, ends = part_of(tile), np.cumsum(group_sizes)
     parts = -(-ends // part) - (ends - group_sizes) // part
     return part * int(parts[group_sizes > 0].sum())
 
@@ -121,7 +121,7 @@ def for_parts(first: Array, end: Array, rows: int, run: Callable[[Any, Array, Ar
     In the call, first and end count from the slice. Slices have one, two, four, … parts, the binary digits of the
     total: larger products take less time per row.
     """
-    part = _part(rows)
+    part = part_of(rows)
     begin = first // part
     count = pl.cdiv(end, part) - begin
     for parts in (2**i for i in reversed(range((rows // part).bit_length()))):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from gspo_jax.kernels import swiglu_tpu
 from gspo_jax.kernels.adapted_matmul import adapted_matmuls
 from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.grouped_matmul import Scaled
@@ -196,10 +197,7 @@ def _part(
         by_row = by_target(token, sizes.sum(), len(x))
     where = ExpertSlots(token, slots, by_row)
     rows, shares = to_slots(x, where), weights_to_slots(weights.astype(x.dtype), source, slot)
-    products = partial(_products, group_sizes=sizes, layer=layer, likely=likely)
-    gated, raised = (checkpoint_name(y, "dot") for y in products(rows, (kernels.gate, kernels.up)))
-    (out,) = products(jax.nn.silu(gated) * raised * shares, (kernels.down,))
-    return gather_up(out, where)
+    return gather_up(_swiglu(rows, shares, kernels, group_sizes=sizes, layer=layer, likely=likely), where)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -257,9 +255,16 @@ def _in_parts_backward(tree: Any, room: int, likely: int, kept: tuple[Any, ...],
 _in_parts.defvjp(_in_parts_forward, _in_parts_backward, symbolic_zeros=True)
 
 
-def _products(rows: Float[Array, "N D"], matrices: Sequence[Matrix], **options: Any) -> list[Float[Array, "N F"]]:
-    weights = tuple(m.weights if m.scale is None else Scaled(m.weights, m.scale) for m in matrices)
-    return adapted_matmuls(rows, weights, tuple(m.low for m in matrices), **options)
+def _swiglu(rows: Float[Array, "M D"], shares: Float[Array, "M 1"], kernels: ExpertKernels, **options: Any) -> Array:
+    """Return down(silu(gate x) · up x · share) for each row x, by its expert's matrices."""
+    weights = tuple(m.weights if m.scale is None else Scaled(m.weights, m.scale) for m in kernels)
+    lows = tuple(m.low for m in kernels)
+    if platform() == "tpu":
+        return swiglu_tpu.swiglu(rows, shares[:, 0], cast(Any, weights), lows, **options)
+    gated, raised = adapted_matmuls(rows, weights[:2], lows[:2], **options)
+    gated, raised = checkpoint_name(gated, "dot"), checkpoint_name(raised, "dot")
+    (out,) = adapted_matmuls(jax.nn.silu(gated) * raised * shares, weights[2:], lows[2:], **options)
+    return out
 
 
 def weights_to_slots(weights: Float[Array, "N K"], source: Int[Array, " M"], slot: Int[Array, "N K"]) -> Array:

@@ -129,7 +129,7 @@ def test_kernels_say_what_they_cost():
     N, D, F, E, r = 1024, 2048, 768, 8, 4
     x, a, b, w = (jnp.ones(s, jnp.bfloat16) for s in ((N, D), (E, D, r), (E, r, F), (E, D, F)))
     grads, sizes = [jnp.ones((N, F), jnp.bfloat16)] * 2, jnp.full(E, N // E, jnp.int32)
-    thin = adapted_matmul._side_by_side((LowRank(a, b, 1.0),) * 2, x.dtype)
+    thin = adapted_matmul.side_by_side((LowRank(a, b, 1.0),) * 2, x.dtype)
 
     def every(thin):
         grouped_matmul_tpu.matmuls(x, (w, w), sizes, thin=thin)
@@ -157,7 +157,7 @@ def test_rows_in_vmem_leave_room_for_gradients():
 
     def run(rank):
         low = LowRank(jnp.ones((E, D, rank), x.dtype), jnp.ones((E, rank, F), x.dtype), 1.0)
-        thin = adapted_matmul._side_by_side((low, low), x.dtype)
+        thin = adapted_matmul.side_by_side((low, low), x.dtype)
         return adapted_matmul_tpu.gradient(x, [x[:, :F]] * 2, thin, sizes)
 
     for rank, tile in ((16, 256), (128, 128)):

@@ -1,0 +1,115 @@
+"""The experts' SwiGLU on TPU: its element-wise work, forward and backward, is done where the grouped matmuls end."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from gspo_jax.kernels import adapted_matmul_tpu, grouped_matmul_tpu
+from gspo_jax.kernels.adapted_matmul import Lows, side_by_side
+from gspo_jax.kernels.backend import varying_like
+from gspo_jax.kernels.grouped_matmul import Kept, Weights, all_layers, tpu_products, values_and_scales
+from gspo_jax.kernels.grouped_matmul_tpu import Thin
+
+Matrices = tuple[Weights, Weights, Weights]
+"""gate, up and down."""
+Thins = tuple[Thin | None, Thin | None]
+"""The adapters of gate and up, and of down."""
+
+
+def swiglu(
+    rows: Float[Array, "N D"],
+    shares: Float[Array, " N"],
+    weights: Matrices,
+    lows: Lows,
+    group_sizes: Int[Array, " E"],
+    *,
+    layer: Int[Array, ""] | None = None,
+    likely: int | None = None,
+    interpret: bool = False,
+) -> Float[Array, "N D"]:
+    """Return down(silu(gate x) · up x · share) for each row x, by its group's adapted matrices.
+
+    The products with gate and up are named "dot" for `jax.checkpoint`. Rows past the groups are undefined, also in the
+    gradients. Other arguments as in `adapted_matmuls`, and `interpret` as in `grouped_matmul_tpu.matmuls`.
+    """
+    pair, down = lows[:2], lows[2:]
+    thins = tuple(side_by_side(own, rows.dtype) if any(own) else None for own in (pair, down))
+    if layer is None:
+        return _swiglu(rows, shares, weights, thins, group_sizes, likely, interpret)
+    gate, up, down = all_layers(weights)
+    return _forward(rows, shares, (gate, up, down), thins, group_sizes, layer=layer, likely=likely, interpret=interpret)
+
+
+def _forward(rows: Array, shares: Array, weights: Matrices, thins: Thins, group_sizes: Array, **options: Any) -> Array:
+    hidden, *_ = _hidden(rows, shares, weights, thins, group_sizes, **options)
+    return tpu_products(hidden, weights[2:], group_sizes, thin=thins[1], **options)[0]
+
+
+def _hidden(rows: Array, shares: Array, weights: Matrices, thins: Thins, group_sizes: Array, **options: Any) -> Any:
+    values, scales = values_and_scales(weights[:2])
+    return grouped_matmul_tpu.gated(rows, values, shares, group_sizes, scales=scales, thin=thins[0], **options)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _swiglu(
+    rows: Array,
+    shares: Array,
+    weights: Matrices,
+    thins: Thins,
+    group_sizes: Array,
+    likely: int | None,
+    interpret: bool,
+) -> Array:
+    return _forward(rows, shares, weights, thins, group_sizes, likely=likely, interpret=interpret)
+
+
+def _kept(
+    rows: Any, shares: Any, weights: Any, thins: Any, group_sizes: Any, likely: int | None, interpret: bool
+) -> tuple[Array, tuple[Any, ...]]:
+    own = [Kept.of(w) for w in weights]
+    rows, shares, thins, group_sizes = jax.tree.map(lambda p: p.value, (rows, shares, thins, group_sizes))
+    given = rows, shares, tuple(w.value for w in own), thins, group_sizes
+    options: dict[str, Any] = {"likely": likely, "interpret": interpret}
+    hidden, *pair = _hidden(*given, kept=True, **options)
+    (out,) = tpu_products(hidden, given[2][2:], group_sizes, thin=thins[1], **options)
+    return out, (rows, shares, own, thins, group_sizes, [checkpoint_name(y, "dot") for y in pair])
+
+
+def _backward(likely: int | None, interpret: bool, kept: tuple[Any, ...], grads: Any) -> tuple[Any, ...]:
+    rows, shares, own, thins, group_sizes, pair = kept
+    if isinstance(grads, jax.custom_derivatives.SymbolicZero):
+        grads = varying_like(jnp.zeros(grads.shape, rows.dtype), rows)
+    options: dict[str, Any] = {"likely": likely, "interpret": interpret}
+    back = [None if thin is None else thin.back for thin in thins]
+    values, scales = values_and_scales([w.value for w in own])
+    *d_pair, hidden, d_shares = grouped_matmul_tpu.gated_transposed(
+        grads, values[2], pair, shares, group_sizes, scales=scales[2:], thin=back[1], **options
+    )
+    d_rows = grouped_matmul_tpu.matmuls_transposed(
+        d_pair, values[:2], group_sizes, scales=scales[:2], thin=back[0], **options
+    )
+
+    def outer(x: Array, g: Array, w: Kept) -> Array | None:
+        return (
+            None
+            if w.trained is None
+            else grouped_matmul_tpu.outer(x, g, group_sizes, likely=likely, interpret=interpret)
+        )
+
+    def thinly(x: Array, gs: list[Array], thin: Thin | None) -> Thin | None:
+        if thin is None:
+            return None
+        first, second = adapted_matmul_tpu.gradient(x, gs, thin, group_sizes, **options)
+        return Thin((first,), None, second)  # pyright: ignore[reportArgumentType]
+
+    factors = (rows, d_pair[0]), (rows, d_pair[1]), (hidden, grads)
+    d_weights = tuple(outer(x, g, w) for (x, g), w in zip(factors, own, strict=True))
+    d_thins = thinly(rows, d_pair, thins[0]), thinly(hidden, [grads], thins[1])
+    return d_rows, d_shares.astype(shares.dtype), d_weights, d_thins, None
+
+
+_swiglu.defvjp(_kept, _backward, symbolic_zeros=True)
