@@ -24,12 +24,13 @@ from gspo_jax.kernels.backend import unchecked
 _LANES = 128
 _MASKED = -1e30
 """Masked score. Finite, so that outputs without visible keys are too."""
-_EMPTY, _PARTIAL, _FULL = 0, 1, 2
-"""Kinds of visits: padding queries, some pairs seen, all pairs seen."""
+_EMPTY, _FULL = 0, -1
+"""Kinds of visits: padding queries, all pairs seen. Others have a bit for each part with some pairs seen."""
 _BLOCKS = (512, 256)
 """Candidate block lengths, else 128."""
-_CHUNK = 256
-"""Queries whose scores exist at a time in the forward pass: fewer spill less, but keep the matrix units less busy."""
+_PART = 256
+"""Queries, and keys, of a block's parts, which are left out if no pair is seen. The forward pass has scores of one part
+of the queries at a time: fewer spill less, but keep the matrix units less busy."""
 _HEADS = 8
 """Maximum query heads per visit: blocks of 512 bfloat16 tokens fit the VMEM that the compiler grants."""
 
@@ -43,39 +44,58 @@ class _Visits(NamedTuple):
     query: Int[Array, " V"]
     key: Int[Array, " V"]
     kind: Int[Array, " V"]
-    """`_EMPTY`, `_PARTIAL` or `_FULL`."""
+    """`_EMPTY`, `_FULL`, or the parts to compute: bit a · n + c for the a-th of n parts of queries and c-th of keys."""
 
 
-def _visits_kernel(first: Any, last: Any, query: Any, key: Any, kind: Any, count: Any, *, block: int) -> None:
+def _visits_kernel(
+    first: Any, last: Any, query: Any, key: Any, kind: Any, count: Any, *, block: int, part: int
+) -> None:
+    """`first` and `last` are the spans of each part's first and last token."""
+    n = block // part
+
+    def ranges(begin: Array, size: int) -> tuple[Array, ...]:
+        """Return whether the token at `begin` is none of padding, and the blocks of this size that it sees.
+
+        They are [0] up to [1], of its prompt, and from [2] on.
+        """
+        start, end, own = (first[r, begin // part] for r in range(3))
+        some = own <= begin
+        prompts = jnp.where(some & (start < end), (end - 1) // size + 1, 0)
+        return some, start // size, prompts, jnp.where(some, jnp.maximum(own // size, prompts), begin // size)
 
     def one(i: Array, v: Array) -> Array:
-        start, end, own = (first[n, i] for n in range(3))
-        last_start, last_end, last_own = (last[n, i] for n in range(3))
-        begin = i * block
-        some = own <= begin
+        start, end, _ = (first[r, i * n] for r in range(3))
+        last_start, last_end, last_own = (last[r, i * n + n - 1] for r in range(3))
+        some, *of_prompt, of_own = ranges(i * block, block)
+        parts = [ranges(i * block + a * part, part) for a in range(n)]
         # Whether the last query is a response's, and the first of the same group.
         prompted = last_start < last_end
-        one_group = prompted & (((last_start == start) & (last_end == end)) | (last_start == own))
+        one_group = prompted & (((last_start == start) & (last_end == end)) | (last_start == first[2, i * n]))
         # A response directly after its prompt sees one range.
         joined = jnp.where(prompted & (last_end == last_own), last_start, last_own)
 
         def write(j: Array, v: Array) -> Array:
-            of_own = joined <= j * block
-            of_prompt = one_group & (last_start <= j * block) & ((j + 1) * block <= last_end)
+            whole = (joined <= j * block) | (one_group & (last_start <= j * block) & ((j + 1) * block <= last_end))
+            bits = jnp.int32(0)
+            for a, (real, begin, past, since) in enumerate(parts):
+                for c in range(n):
+                    at = j * n + c
+                    needed = real & (((begin <= at) & (at < past)) | ((since <= at) & (at <= i * n + a)))
+                    bits += jnp.where(needed, 1 << (a * n + c), 0)
             query[v], key[v] = i, j
-            kind[v] = jnp.where(some, jnp.where((of_own | of_prompt) & (j < i), _FULL, _PARTIAL), _EMPTY)
+            kind[v] = jnp.where(some, jnp.where(whole & (j < i), _FULL, bits), _EMPTY)
             return v + 1
 
-        # The prompt's blocks, then blocks from the first query's segment on.
-        prompts = jnp.where(some & (start < end), (end - 1) // block + 1, 0)
-        v = jax.lax.fori_loop(start // block, prompts, write, v)
-        return jax.lax.fori_loop(jnp.where(some, jnp.maximum(own // block, prompts), i), i + 1, write, v)
+        v = jax.lax.fori_loop(*of_prompt, write, v)
+        return jax.lax.fori_loop(of_own, i + 1, write, v)
 
-    count[0] = jax.lax.fori_loop(0, first.shape[1], one, jnp.int32(0))
+    count[0] = jax.lax.fori_loop(0, first.shape[1] // n, one, jnp.int32(0))
 
 
-@functools.partial(jax.jit, static_argnames=("row", "block", "interpret"))
-def _visits(spans: Int[Array, "3 M"], row: int, block: int, *, interpret: Any) -> tuple[_Visits, Int[Array, " 1"]]:
+@functools.partial(jax.jit, static_argnames=("row", "block", "part", "interpret"))
+def _visits(
+    spans: Int[Array, "3 M"], row: int, block: int, part: int, *, interpret: Any
+) -> tuple[_Visits, Int[Array, " 1"]]:
     """Return the visits of rows of `row` tokens, and their number.
 
     Jitted to be traced once, for identical kernels in forward and backward.
@@ -84,14 +104,14 @@ def _visits(spans: Int[Array, "3 M"], row: int, block: int, *, interpret: Any) -
     room = spans.shape[1] // row * (blocks * (blocks + 1) // 2)
     scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
     run = pl.pallas_call(
-        functools.partial(_visits_kernel, block=block),
+        functools.partial(_visits_kernel, block=block, part=part),
         out_shape=(*[jax.ShapeDtypeStruct((room,), jnp.int32)] * 3, jax.ShapeDtypeStruct((1,), jnp.int32)),
         in_specs=(scalars,) * 2,
         out_specs=(scalars,) * 4,
         interpret=interpret,
         name="packed_visits",
     )
-    *visits, count = unchecked(run, spans[:, ::block], spans[:, block - 1 :: block])
+    *visits, count = unchecked(run, spans[:, ::part], spans[:, part - 1 :: part])
     return _Visits(*visits), count
 
 
@@ -101,6 +121,11 @@ def block_length(tokens: int, itemsize: int) -> int:
     return next(fitting, _LANES)
 
 
+def part_length(block: int) -> int:
+    """Return the queries, and keys, of a block's parts."""
+    return min(block, _PART)
+
+
 def visited_blocks(
     prompt_start: Int[np.ndarray, "B N"],
     prompt_end: Int[np.ndarray, "B N"],
@@ -108,7 +133,10 @@ def visited_blocks(
     *,
     block: int,
 ) -> int:
-    """Return how many block pairs are computed, in forward as in backward: block² scores per query head each."""
+    """Return how many pairs of blocks, or of blocks' parts, are computed, in forward as in backward.
+
+    Each has block² scores per query head.
+    """
     start, end, own = (x[:, ::block] for x in (prompt_start, prompt_end, own_start))
     i = np.arange(own.shape[1])[None]
     begin, past = (np.where(start < end, x, 0) for x in (start // block, (end - 1) // block + 1))
@@ -116,12 +144,13 @@ def visited_blocks(
     return int(visits[own <= i * block].sum())
 
 
-def _seen(spans: Any, i: Array, j: Array, block: int) -> Array:
-    """Return the mask of block pair (i, j), [keys, queries]."""
-    start, end, own = (spans[n : n + 1] for n in range(3))
-    key = j * block + jax.lax.broadcasted_iota(jnp.int32, (block, block), 0)
-    query = i * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
-    return ((key >= start) & (key < end)) | ((key >= own) & (key <= query))
+def _mask(spans: Any, part: Any, query: Array, key: Array) -> Array:
+    """Return the mask to add to a part's scores, [keys, queries], whose first query and key these are."""
+    start, end, own = (spans[n : n + 1, part] for n in range(3))
+    keys = key + jax.lax.broadcasted_iota(jnp.int32, (part.size, part.size), 0)
+    queries = query + jax.lax.broadcasted_iota(jnp.int32, (1, part.size), 1)
+    seen = ((keys >= start) & (keys < end)) | ((keys >= own) & (keys <= queries))
+    return jnp.where(seen, 0, _MASKED)
 
 
 def _dot(a: Array, b: Array, a_over: int, b_over: int) -> Array:
@@ -138,9 +167,20 @@ def _begins(query: Any, n: Array) -> Array:
     return (n == 0) | (query[jnp.maximum(n - 1, 0)] != query[n])
 
 
-def _by_kind(kind: Array, visit: Callable[[bool], None]) -> None:
-    pl.when(kind == _PARTIAL)(lambda: visit(True))
-    pl.when(kind == _FULL)(lambda: visit(False))
+def _for_parts(
+    kind: Array, block: int, visit: Callable[[Any, Any], None], between: Callable[[], None] | None = None
+) -> None:
+    """Call visit(queries, keys) for the parts of a block that are seen, and `between` after those of its first queries.
+
+    Not for visits that see all pairs.
+    """
+    part = part_length(block)
+    slices = [pl.ds(at, part) for at in range(0, block, part)]
+    for a, c in itertools.product(range(len(slices)), repeat=2):
+        bit = 1 << (a * len(slices) + c)
+        pl.when((kind != _FULL) & ((kind & bit) != 0))(functools.partial(visit, slices[a], slices[c]))
+        if between is not None and (a, c) == (0, len(slices) - 1):
+            pl.when((kind != _FULL) & (kind != _EMPTY))(between)
 
 
 def _forward_kernel(
@@ -171,23 +211,27 @@ def _forward_kernel(
         highest[...] = jnp.full_like(highest, _MASKED)
         sums[...] = jnp.zeros_like(sums)
 
-    def visit(masked: bool) -> None:
+    def visit(part: Any, keys: Any, masked: bool = True) -> None:
         if masked:
-            mask[...] = jnp.where(_seen(spans, i, j, block), 0, _MASKED)
-        chunk = min(_CHUNK, block)
-        for head, at in itertools.product(range(heads), range(0, block, chunk)):
-            row, part = pl.ds(head, 1), pl.ds(at, chunk)
-            scores = _dot(k[...], q[part, _lanes(head, width)], 1, 1) * (scale * math.log2(math.e))
+            mask[...] = _mask(spans, part, i * block + part.start, j * block + keys.start)
+        for head in range(heads):
+            row = pl.ds(head, 1)
+            scores = _dot(k[keys, :], q[part, _lanes(head, width)], 1, 1) * (scale * math.log2(math.e))
             if masked:
-                scores += mask[:, part]
+                scores += mask[...]
             before = highest[row, part]
             now = jnp.maximum(before, scores.max(axis=0, keepdims=True))
             probs, kept = jnp.exp2(scores - now), jnp.exp2(before - now)
             highest[row, part] = now
             sums[row, part] = sums[row, part] * kept + probs.sum(axis=0, keepdims=True)
-            totals[head, :, part] = totals[head, :, part] * kept + _dot(v[...], probs.astype(v.dtype), 0, 0)
+            totals[head, :, part] = totals[head, :, part] * kept + _dot(v[keys, :], probs.astype(v.dtype), 0, 0)
 
-    _by_kind(kind[n], visit)
+    @pl.when(kind[n] == _FULL)
+    def _() -> None:
+        for at in range(0, block, part_length(block)):
+            visit(pl.ds(at, part_length(block)), pl.ds(0, block), masked=False)
+
+    _for_parts(kind[n], block, visit)
 
     @pl.when(i == j)
     def _() -> None:
@@ -252,19 +296,23 @@ def _backward_kernel(
             product = grads[:, own].astype(jnp.float32) * out[:, own].astype(jnp.float32)
             delta[head : head + 1] = product.T.sum(axis=0, keepdims=True)
 
-    def visit(masked: bool) -> None:
+    def visit(part: Any, keys: Any, head: int, masked: bool) -> tuple[Array, Array]:
+        """Add to dq, and return the gradients of the keys, times 1 / scale, and of the values."""
+        own = _lanes(head, width)
+        do = grads[part, own]
+        scores = _dot(k[keys, :], q[part, own], 1, 1) * (scale * math.log2(math.e))
         if masked:
-            mask[...] = jnp.where(_seen(spans, i, j, block), 0, _MASKED)
+            scores += mask[...]
+        probs = jnp.exp2(scores - log_sum[head : head + 1, part])
+        ds = (probs * (_dot(v[keys, :], do, 1, 1) - delta[head : head + 1, part])).astype(q.dtype)
+        totals[head, :, part] += _dot(k[keys, :], ds, 0, 0)
+        return _dot(ds, q[part, own], 1, 0), _dot(probs.astype(do.dtype), do, 1, 0)
+
+    @pl.when(kind[n] == _FULL)
+    def _() -> None:
+        whole = pl.ds(0, block)
         for head in range(heads):
-            own = _lanes(head, width)
-            do = grads[:, own]
-            scores = _dot(k[...], q[:, own], 1, 1) * (scale * math.log2(math.e))
-            if masked:
-                scores += mask[...]
-            probs = jnp.exp2(scores - log_sum[head : head + 1])
-            ds = (probs * (_dot(v[...], do, 1, 1) - delta[head : head + 1])).astype(q.dtype)
-            totals[head] += _dot(k[...], ds, 0, 0)
-            dk, dv = _dot(ds, q[:, own], 1, 0), _dot(probs.astype(do.dtype), do, 1, 0)
+            dk, dv = visit(whole, whole, head, masked=False)
             if head == 0:
                 sums[slot, 0], sums[slot, 1] = dk, dv
                 exchange()
@@ -272,12 +320,20 @@ def _backward_kernel(
                 sums[slot, 0] += dk
                 sums[slot, 1] += dv
 
-    _by_kind(kind[n], visit)
-
-    @pl.when(kind[n] == _EMPTY)
+    @pl.when(kind[n] != _FULL)
     def _() -> None:
         sums[slot] = jnp.zeros_like(before)
-        exchange()
+
+    def add(part: Any, keys: Any) -> None:
+        mask[...] = _mask(spans, part, i * block + part.start, j * block + keys.start)
+        for head in range(heads):
+            dk, dv = visit(part, keys, head, masked=True)
+            sums[slot, 0, keys] += dk
+            sums[slot, 1, keys] += dv
+
+    _for_parts(kind[n], block, add, exchange)
+
+    pl.when(kind[n] == _EMPTY)(exchange)
 
     @pl.when(~first_of_keys)
     def _() -> None:
@@ -318,7 +374,7 @@ def _call(
     name: str,
 ) -> tuple[Array, ...]:
     block = rows.block
-    visits, count = _visits(spans, rows.tokens, block, interpret=rows.interpret)
+    visits, count = _visits(spans, rows.tokens, block, part_length(block), interpret=rows.interpret)
     by_block = jnp.swapaxes(spans.reshape(3, -1, block), 0, 1)
 
     def run(count: Array, *args: Array) -> tuple[Array, ...]:
@@ -377,7 +433,7 @@ def _attend_forward(q: Array, k: Array, v: Array, spans: Array, rows: _Rows) -> 
         (
             pltpu.VMEM((heads, width, block), jnp.float32),
             *[pltpu.VMEM((heads, block), jnp.float32)] * 2,
-            pltpu.VMEM((block, block), jnp.float32),
+            pltpu.VMEM((part_length(block),) * 2, jnp.float32),
         ),
         spans,
         rows,
@@ -406,7 +462,7 @@ def _attend_backward(rows: _Rows, residuals: tuple[Array, ...], grads: Array) ->
             pltpu.VMEM((heads, block), jnp.float32),
             pltpu.VMEM((2, 2, block, width), jnp.float32),
             pltpu.VMEM((2, block, width), jnp.float32),
-            pltpu.VMEM((block, block), jnp.float32),
+            pltpu.VMEM((part_length(block),) * 2, jnp.float32),
             *[pltpu.SemaphoreType.DMA] * 2,
         ),
         spans,

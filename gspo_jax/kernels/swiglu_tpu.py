@@ -38,6 +38,7 @@ def swiglu(
     """
     pair, down = lows[:2], lows[2:]
     thins = tuple(side_by_side(own, rows.dtype) if any(own) else None for own in (pair, down))
+    shares = varying_like(shares, rows)  # on each shard of F a share has a gradient of its own
     if layer is None:
         return _swiglu(rows, shares, weights, thins, group_sizes, likely, interpret)
     gate, up, down = all_layers(weights)

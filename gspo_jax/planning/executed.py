@@ -60,12 +60,13 @@ def _splash(setting: Setting) -> Callable[[KernelCall], OpWork]:
 
 
 def _packed(setting: Setting) -> Callable[[KernelCall], OpWork]:
-    """Count whole blocks that segments visit."""
+    """Count the parts of blocks that segments visit."""
 
     def work(call: KernelCall) -> OpWork:
         query = next(a for a in call.operands if len(a.dims) == 2)
         tokens, width = query.dims
         block = packed_attention_tpu.block_length(tokens, round(query.bytes / math.prod(query.dims)))
+        block = packed_attention_tpu.part_length(block)
         visits = packed_attention_tpu.visited_blocks(*spans_at_full_length(tokens, **setting.row_size), block=block)
         products = 5 if call.name.startswith("packed_attention_backward") else 2
         return OpWork(2.0 * products * width * block**2 * visits, call.declared.bytes)

@@ -109,25 +109,37 @@ def random_rows(seed):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_visits_are_the_blocks_that_are_seen(seed):
-    """Once each, known to be full where they are; padding has one visit per block of queries; NumPy counts the same."""
+    """Once each, known to be full where they are, else with the parts that are seen; NumPy counts the same parts.
+
+    Padding has one visit per block of queries.
+    """
     rows, tokens, block = random_rows(seed), 640, 16
-    spans, blocks = spans_of(tokens, rows), tokens // block
+    part = block // (1 + seed % 2)
+    spans, blocks, n = spans_of(tokens, rows), tokens // block, block // part
     ends = jnp.stack([x + jnp.arange(len(rows))[:, None] * tokens for x in spans]).reshape(3, -1)
-    visits, count = packed_attention_tpu._visits(ends, tokens, block, interpret=True)
+    visits, count = packed_attention_tpu._visits(ends, tokens, block, part, interpret=True)
     found = [tuple(int(x) for x in visit) for visit in np.stack(visits, axis=1)[: int(count[0])]]
-    pairs = seen_by(spans).reshape(len(rows), blocks, block, blocks, block).sum(axis=(2, 4))
+    pairs = seen_by(spans).reshape(len(rows), blocks, n, part, blocks, n, part).sum(axis=(3, 6))
     expected = {}
-    for b, i, j in np.argwhere(pairs):
-        full = pairs[b, i, j] == block**2
-        kind = packed_attention_tpu._FULL if full else packed_attention_tpu._PARTIAL
-        expected[b * blocks + i, b * blocks + j] = kind
-    computed = len(expected)
-    for b, i in np.argwhere(~pairs.any(axis=2)):
+    for b, i, j in np.argwhere(pairs.sum(axis=(2, 4))):
+        own = pairs[b, i, :, j]
+        bits = sum(1 << (a * n + c) for a, c in np.argwhere(own))
+        expected[b * blocks + i, b * blocks + j] = packed_attention_tpu._FULL if own.sum() == block**2 else bits
+    for b, i in np.argwhere(~pairs.any(axis=(2, 3, 4))):
         expected[(b * blocks + i,) * 2] = packed_attention_tpu._EMPTY
     assert {visit[:2]: visit[2] for visit in found} == expected
     assert len(found) == len(expected)
     assert [visit[:2] for visit in found] == sorted(expected), "by query; a block's own keys come last"
-    assert packed_attention_tpu.visited_blocks(*(np.asarray(x) for x in spans), block=block) == computed
+    assert packed_attention_tpu.visited_blocks(*(np.asarray(x) for x in spans), block=part) == (pairs > 0).sum()
+
+
+@pytest.mark.parametrize("packing", mostly_slow(PACKINGS, always=["a prompt of several blocks"]))
+def test_parts_equal_the_dense_oracle(packing, monkeypatch):
+    """Blocks of 128 tokens in parts of 64."""
+    monkeypatch.setattr(packed_attention_tpu, "_PART", 64)
+    spans = spans_of(*PACKINGS[packing])
+    arrays = draw(spans)
+    close(with_gradients(*arrays, spans, attend=interpreted), oracle(*arrays, spans), spans)
 
 
 def test_work_follows_what_is_seen():
