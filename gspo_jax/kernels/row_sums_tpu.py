@@ -1,14 +1,16 @@
-"""Sums of rows by target on TPU, as products with one-hot matrices."""
+"""Sums of rows by target on TPU: as products with one-hot matrices, or of as many rows for every target."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
 
+from gspo_jax.kernels.backend import unchecked
 from gspo_jax.kernels.grouped_matmul_tpu import outer
-from gspo_jax.kernels.visits_tpu import LANES
+from gspo_jax.kernels.visits_tpu import LANES, VMEM
 
 ROW_SUMS = "row_sums"
 """The kernel's name. Its products stand for sums."""
@@ -52,3 +54,34 @@ def row_sums(rows: Float[Array, "N D"], by: ByTarget, size: int, *, interpret: b
     ordered = rows.at[by.order].get(mode="clip")
     sums = outer(places, ordered, here.sum(axis=0, dtype=jnp.int32), interpret=interpret, name=ROW_SUMS)
     return sums.reshape(blocks * LANES, -1)[:size]
+
+
+def _sum_kernel(has: Any, rows: Any, out: Any) -> None:
+    total = jnp.zeros(out.shape, jnp.float32)
+    for j in range(len(rows)):
+        total += jnp.where(has[:, j : j + 1] > 0, rows[j].astype(jnp.float32), 0)
+    out[...] = total.astype(out.dtype)
+
+
+def masked_sum(rows: Float[Array, "J N D"], has: Bool[Array, "N J"], *, interpret: bool = False) -> Float[Array, "N D"]:
+    """Compute out[n] = Σ_j rows[j, n] where has[n, j]. Accumulated in float32, rounded once."""
+    (J, N, D), size = rows.shape, rows.dtype.itemsize
+    tile = 512
+    while tile > 16 and tile * D * (2 * size * (J + 1) + 8) > VMEM:
+        tile //= 2
+    tile = min(tile, N)
+    run = pl.pallas_call(
+        _sum_kernel,
+        out_shape=jax.ShapeDtypeStruct((N, D), rows.dtype),
+        in_specs=(
+            pl.BlockSpec((tile, J), lambda i: (i, 0)),
+            pl.BlockSpec((J, tile, D), lambda i: (0, i, 0)),
+        ),
+        out_specs=pl.BlockSpec((tile, D), lambda i: (i, 0)),
+        grid=(pl.cdiv(N, tile),),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        cost_estimate=pl.CostEstimate(flops=0, bytes_accessed=N * ((J + 1) * D * size + 4 * J), transcendentals=0),
+        interpret=interpret,
+        name="masked_sum",
+    )
+    return unchecked(run, has.astype(jnp.int32), rows)

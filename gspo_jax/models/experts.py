@@ -14,8 +14,9 @@ from gspo_jax.kernels import swiglu_tpu
 from gspo_jax.kernels.adapted_matmul import adapted_matmuls
 from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.grouped_matmul import Scaled
-from gspo_jax.kernels.row_sums_tpu import ByTarget, by_target, in_order, row_sums
+from gspo_jax.kernels.row_sums_tpu import ByTarget, by_target, in_order, masked_sum, row_sums
 from gspo_jax.kernels.scopes import RARELY
+from gspo_jax.kernels.visits_tpu import LANES
 from gspo_jax.models.matrices import Matrix
 
 Tree = TypeVar("Tree")
@@ -82,6 +83,8 @@ def gather_up(y: Float[Array, "M D"], where: ExpertSlots) -> Float[Array, "N D"]
         return reduce(jnp.add, parts)
     if where.by_row is not None:
         return row_sums(y, where.by_row, slots.shape[1])
+    if platform() == "tpu" and slots.shape[1] >= LANES and y.shape[1] % LANES == 0:
+        return masked_sum(y.at[slots].get(mode="clip"), _has_row(where.slots, y))
     return jnp.where(_has_row(slots, y)[..., None], y.at[slots].get(mode="clip"), 0).sum(axis=0)
 
 

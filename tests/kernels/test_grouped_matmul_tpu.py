@@ -273,6 +273,18 @@ def test_row_sums_equal_a_plain_sum(size, used):
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("size", "dtype"), mostly_slow([(300, "float32"), (7, "float32"), (300, "bfloat16")], always=[(300, "float32")])
+)
+def test_masked_sums_equal_a_plain_sum(size, dtype):
+    """Rows that are not to be added are NaN."""
+    rng = np.random.default_rng(0)
+    x, x64 = draw(dtype, 3, size, 128, seed=0)
+    has = rng.random((size, 3)) < 0.7
+    found = row_sums_tpu.masked_sum(jnp.where(has.T[..., None], x, jnp.nan), jnp.asarray(has), interpret=True)
+    close(found, np.where(has.T[..., None], x64, 0).sum(axis=0), dtype)
+
+
 def test_work_follows_the_rows_in_the_groups():
     """131072 rows in a buffer for four times as many: 256 tiles of 512, plus 31 for groups that start mid-tile."""
     groups = jnp.full(32, 4096, jnp.int32).at[::2].add(100).at[1::2].add(-100)
