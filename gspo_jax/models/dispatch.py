@@ -11,7 +11,7 @@ shard. Buffers (`experts`), sized at compile time, hold a multiple of a balanced
 """
 
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +80,37 @@ def _pairs(x: Array, experts: Array, weights: Array, kernels: ExpertKernels, *, 
     return gather_up(move(y, back, source.size), where)
 
 
+def _gathered(tokens: Array, kernels: ExpertKernels) -> tuple[Array, ExpertKernels]:
+    """Return the tokens, and the experts of all of `fsdp`.
+
+    On TPU sparse cores gather both experts and tokens' rows, one after the other. Rows wait for `gate` and `up`, which
+    attention hides, and these for `down`, which the backward pass needs first.
+    """
+
+    def every(m: Matrix) -> Matrix:
+        return jax.tree.map(lambda w: jax.lax.all_gather(w, "fsdp", axis=0, tiled=True), m)
+
+    gate, up, down = kernels
+    if platform() != "tpu":
+        return tokens, ExpertKernels(every(gate), every(up), every(down))
+    down = every(down)
+    gate, up = (every(m) for m in jax.tree.map(lambda w: _after(w, down.weights), (gate, up)))
+    return _after(tokens, (gate.weights, up.weights)), ExpertKernels(gate, up, down)
+
+
+@jax.custom_vjp
+def _once_computed(x: Array, others: Any) -> Array:
+    return jax.lax.optimization_barrier((x, others))[0]
+
+
+_once_computed.defvjp(lambda x, others: (_once_computed(x, others), None), lambda _, grads: (grads, None))
+
+
+def _after(x: Array, others: Any) -> Array:
+    """Return x once the others are computed. This orders the forward pass, not its transpose."""
+    return _once_computed(x, jax.lax.stop_gradient(others))
+
+
 def _flat(x: Shaped[Array, "b t w"]) -> Shaped[Array, "n w"]:
     return x.reshape(-1, x.shape[-1])
 
@@ -122,12 +153,12 @@ def exchange(
         # Kernels are equal on every data and fsdp shard, x (and an adapter's narrow side) on every tensor shard: marked
         # varying, their gradients are summed. If fsdp holds whole experts, they are gathered and their gradients
         # reduce-scattered.
-        leaves = [varying(w, "data", "fsdp", "tensor") for w in leaves]
-        if "fsdp" in held_by:
-            leaves = [jax.lax.all_gather(w, "fsdp", axis=0, tiled=True) for w in leaves]
+        own = tree.unflatten([varying(w, "data", "fsdp", "tensor") for w in leaves])
         tokens = varying(_flat(x), "tensor")
+        if "fsdp" in held_by:
+            tokens, own = _gathered(tokens, own)
         combine = _pairs if dispatch == "ragged_all_to_all" and shards > 1 else _gather  # one shard sends nothing
-        y = combine(tokens, _flat(experts), _flat(weights), tree.unflatten(leaves), layer=layer)
+        y = combine(tokens, _flat(experts), _flat(weights), own, layer=layer)
         return jax.lax.psum(y, "tensor").reshape(x.shape)
 
     stack = () if layer is None else (None,)
