@@ -107,13 +107,13 @@ def _each_kernel(
     gated: bool,
     kept: bool,
 ) -> None:
-    """Compute out_i = rows @ weights_i, or if `gated` silu(out_0) · out_1 · share, and if `kept` these two as well."""
+    """Compute out_i = rows @ weights_i, or if `gated` silu(out_0) · out_1 · share, and if `kept` these two beside."""
     del tile, layer
     v = pl.program_id(1)
     weights, scales, inner, factors, outer, shares, outs, copies = taken(
-        refs, n, n * scaled, thin, thin, n * thin, gated, 1 + n * kept if gated else n, n * scaled
+        refs, n, n * scaled, thin, thin, n * thin, gated, 1 + kept if gated else n, n * scaled
     )
-    weights = _unpacked(group, v, weights, copies)
+    weights, part = _unpacked(group, v, weights, copies), part_of(rows.shape[0])
 
     def run(at: Any, first: Array, end: Array) -> None:
         columns = thin_columns([rows[at, :]], inner, factors[0]) if thin else None
@@ -127,12 +127,22 @@ def _each_kernel(
             for i, out in enumerate(outs):
                 _store(product(i), out, at, first, end)
             return
-        pair = [product(i).astype(rows.dtype).astype(jnp.float32) for i in range(n)]
-        for y, out in zip(pair, outs[1:], strict=False):
-            _store(y, out, at, first, end)
-        _store(jax.nn.silu(pair[0]) * pair[1] * _column(shares[0], at), outs[0], at, first, end)
+        pair = [product(i).astype(rows.dtype) for i in range(n)]
+        for i, y in enumerate(pair if kept else ()):
+            _store(y.astype(jnp.float32), outs[1].at[i], at, first, end)
+        for i, piece in enumerate(_pieces(at, part)):
+            gate, up = (y[i * part : (i + 1) * part].astype(jnp.float32) for y in pair)
+            hidden = jax.nn.silu(gate) * up * _column(shares[0], piece)
+            _store(hidden, outs[0], piece, first - i * part, end - i * part)
 
     for_parts(first[v], end[v], rows.shape[0], run)
+
+
+def _pieces(at: Any, part: int) -> list[Any]:
+    """Return a slice of a tile in parts."""
+    if isinstance(at.start, int):
+        return [pl.ds(at.start + first, part) for first in range(0, at.size, part)]
+    return [pl.ds(pl.multiple_of(at.start + first, part), part) for first in range(0, at.size, part)]
 
 
 def _diagonal(part: int) -> Array:
@@ -140,23 +150,17 @@ def _diagonal(part: int) -> Array:
     return row == column
 
 
-def _column(numbers: Any, at: Any) -> Float[Array, "n 1"]:
-    """Return a slice of a tile's numbers, which lie along lanes, part by part, as a column."""
-    part, own = numbers.shape[1], _diagonal(numbers.shape[1])
-    first = at.start // part
-    rows = [numbers[pl.ds(first + i, 1), :] for i in range(at.size // part)]
-    columns = [jnp.where(own, row, 0).sum(axis=1, keepdims=True) for row in rows]
-    return columns[0] if len(columns) == 1 else jnp.concatenate(columns)
+def _column(numbers: Any, piece: Any) -> Float[Array, "n 1"]:
+    """Return a part's numbers as a column. A tile's lie along lanes, a row for each part."""
+    row = numbers[pl.ds(piece.start // piece.size, 1), :]
+    return jnp.where(_diagonal(piece.size), row, 0).sum(axis=1, keepdims=True)
 
 
-def _store_column(column: Float[Array, "n 1"], out: Any, at: Any, first: Array, end: Array) -> None:
+def _store_column(column: Float[Array, "n 1"], out: Any, piece: Any, first: Array, end: Array) -> None:
     """Invert `_column`, keeping other groups' numbers."""
-    part, own = out.shape[1], _diagonal(out.shape[1])
-    lane = jax.lax.broadcasted_iota(jnp.int32, (1, part), 1)
-    for i in range(at.size // part):
-        row = jnp.where(own, column[i * part : (i + 1) * part], 0).sum(axis=0, keepdims=True)
-        there, number = pl.ds(at.start // part + i, 1), lane + i * part
-        out[there, :] = jnp.where((number >= first) & (number < end), row, out[there, :])
+    row = jnp.where(_diagonal(piece.size), column, 0).sum(axis=0, keepdims=True)
+    there, lane = pl.ds(piece.start // piece.size, 1), jax.lax.broadcasted_iota(jnp.int32, row.shape, 1)
+    out[there, :] = jnp.where((lane >= first) & (lane < end), row, out[there, :])
 
 
 def thin_columns(rows: Sequence[Float[Array, "n _"]], first: Sequence[Any], factors: Any) -> Float[Array, "n R"]:
@@ -185,9 +189,9 @@ def _sum_kernel(
     del tile, layer
     v = pl.program_id(1)
     rows, weights, scales, outer, factors, inner, shares, pair, outs, copies = taken(
-        refs, n, n, n * scaled, n * thin, thin, thin, gated, 2 * gated, 4 if gated else 1, n * scaled
+        refs, n, n, n * scaled, n * thin, thin, thin, gated, gated, 4 if gated else 1, n * scaled
     )
-    weights = _unpacked(group, v, weights, copies)
+    weights, part = _unpacked(group, v, weights, copies), part_of(rows[0].shape[0])
 
     def operand(i: int, at: Any) -> Array:
         x = rows[i][at, :]
@@ -201,13 +205,15 @@ def _sum_kernel(
         if not gated:
             _store(total, outs[0], at, first, end)
             return
-        (gate, up), share = (x[at, :].astype(jnp.float32) for x in pair), _column(shares[0], at)
-        sigmoid = jax.nn.sigmoid(gate)
-        silu, slope = gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))
-        own = total * share
-        for y, out in zip((own * up * slope, own * silu, silu * up * share), outs, strict=False):
-            _store(y, out, at, first, end)
-        _store_column((total * silu * up).sum(axis=1, keepdims=True), outs[3], at, first, end)
+        for i, piece in enumerate(_pieces(at, part)):
+            own, since, until = total[i * part : (i + 1) * part], first - i * part, end - i * part
+            gate, up = (pair[0][i, piece, :].astype(jnp.float32) for i in range(2))
+            share, sigmoid = _column(shares[0], piece), jax.nn.sigmoid(gate)
+            silu, slope = gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))
+            results = own * share * up * slope, own * share * silu, silu * up * share
+            for y, out in zip(results, outs, strict=False):
+                _store(y, out, piece, since, until)
+            _store_column((own * silu * up).sum(axis=1, keepdims=True), outs[3], piece, since, until)
 
     for_parts(first[v], end[v], rows[0].shape[0], run)
 
@@ -224,7 +230,7 @@ def _products(
     likely: int | None = None,
     shares: Float[Array, " N"] | None = None,
     kept: bool = False,
-    pair: Sequence[Float[Array, "N F"]] = (),
+    pair: Float[Array, "2 N F"] | None = None,
     interpret: bool = False,
 ) -> tuple[Array, ...]:
     """Return each product, or their sum if `transposed`; with `shares` as `gated` and `gated_transposed` say."""
@@ -233,15 +239,16 @@ def _products(
     rank = 0 if thin is None else thin.factors.shape[1]
     path = () if thin is None else (*thin.first, thin.factors, *thin.second)
     width, sums = (weights[0].shape[1], 1) if transposed else (weights[0].shape[2], len(weights))
-    outs = sums if not gated else 3 if transposed else 1 + 2 * kept
+    outs = sums if not gated else 3 if transposed else 1
+    beside = 2 * (kept or pair is not None)
     tile = row_tile(N, E, N if likely is None else likely, max(inner, width), size)
 
     def fits(columns: int) -> bool:  # double buffers of rows, weights and outputs, converted weights, float32 products
-        blocks = len(rows) * tile * inner + (outs + len(pair)) * tile * columns
+        blocks = len(rows) * tile * inner + (outs + beside) * tile * columns
         matrices = (2 * stored + size * scaled) * len(weights) * inner * columns
         lanes, sublanes = (unit * pl.cdiv(rank, unit) for unit in (LANES, 16))
-        beside = 2 * size * sublanes * (len(rows) * inner + sums * columns) + (4 + size) * tile * lanes
-        return 2 * size * blocks + matrices + beside + 4 * max(outs, sums) * tile * columns <= VMEM
+        thinly = 2 * size * sublanes * (len(rows) * inner + sums * columns) + (4 + size) * tile * lanes
+        return 2 * size * blocks + matrices + thinly + 4 * max(outs, sums, beside) * tile * columns <= VMEM
 
     columns = _columns(width, fits)
     blocks = pl.cdiv(width, columns)
@@ -270,7 +277,7 @@ def _products(
     part = part_of(tile)
     numbers = (blocks if transposed else 1, pl.cdiv(N, tile), tile // part, part)
     by_lanes = () if shares is None else (jnp.pad(shares.astype(jnp.float32), (0, -N % tile)).reshape(1, *numbers[1:]),)
-    beside = (
+    of_thin = (
         ()
         if thin is None
         else (
@@ -281,11 +288,20 @@ def _products(
     )
 
     of_out = pl.BlockSpec((tile, columns), lambda n, v, group, tile, *_: (tile[v], n))
-    out_shapes = [jax.ShapeDtypeStruct((N, width), rows[0].dtype)] * outs
-    out_specs = [of_out] * outs
+    of_pair = pl.BlockSpec((None, 2, tile, columns), lambda n, v, group, tile, *_: (0, 0, tile[v], n))
+    of_shares = pl.BlockSpec((None, None, *numbers[2:]), lambda n, v, group, tile, *_: (0, tile[v], 0, 0))
+    of_d_shares = pl.BlockSpec((None, None, *numbers[2:]), lambda n, v, group, tile, *_: (n, tile[v], 0, 0))
+    out_shapes, out_specs = [jax.ShapeDtypeStruct((N, width), rows[0].dtype)] * outs, [of_out] * outs
+    if kept:
+        out_shapes.append(jax.ShapeDtypeStruct((1, 2, N, width), rows[0].dtype))
+        out_specs.append(of_pair)
     if gated and transposed:
         out_shapes.append(jax.ShapeDtypeStruct(numbers, jnp.float32))
-        out_specs.append(pl.BlockSpec((None, None, *numbers[2:]), lambda n, v, group, tile, *_: (n, tile[v], 0, 0)))
+        out_specs.append(of_d_shares)
+
+    def fused(operands: int) -> list[bool] | None:
+        """Let a pair, the last operand, be read where a scan over layers keeps it: without a copy of the slice."""
+        return None if pair is None else [False] * (operands - 1) + [True]
 
     def run(count: Array, *args: Array) -> tuple[Array, ...]:
         return pl.pallas_call(
@@ -297,20 +313,21 @@ def _products(
                     *[pl.BlockSpec((tile, inner), lambda n, v, group, tile, *_: (tile[v], 0))] * len(rows),
                     *[pl.BlockSpec((None, *block), matrix)] * len(weights),
                     *[pl.BlockSpec((None, 1, block[1]), scale)] * len(scales),
-                    *beside,
-                    *[pl.BlockSpec((None, None, *numbers[2:]), lambda n, v, group, tile, *_: (0, tile[v], 0, 0))]
-                    * gated,
-                    *[of_out] * len(pair),
+                    *of_thin,
+                    *[of_shares] * gated,
+                    *[of_pair] * (pair is not None),
                 ),
                 out_specs=tuple(out_specs),
                 grid=(blocks, count),
                 scratch_shapes=(pltpu.VMEM(block, rows[0].dtype),) * len(scales),
             ),
-            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "arbitrary"), allow_input_fusion=fused(1 + len(args))
+            ),
             # The number of used rows is unknown at compile time.
             cost_estimate=pl.CostEstimate(
                 flops=2 * N * (inner * width * len(weights) + rank * (len(rows) * inner + sums * width)),
-                bytes_accessed=size * (len(rows) * N * inner * blocks + (outs + len(pair)) * N * width)
+                bytes_accessed=size * (len(rows) * N * inner * blocks + (outs + beside) * N * width)
                 + min(E, N)
                 * (stored * len(weights) * inner * width + size * rank * (len(rows) * inner + sums * width)),
                 transcendentals=N * width * gated,
@@ -320,10 +337,9 @@ def _products(
         )(*args)
 
     rank3 = (s.astype(jnp.float32)[:, None] for s in scales)
-    beside_weights = (*rank3, *path, *by_lanes, *pair)
-    return unchecked(
-        run, counts[0], *visits, jnp.asarray(layer, jnp.int32).reshape(1), *rows, *weights, *beside_weights
-    )
+    others = (*rank3, *path, *by_lanes, *(() if pair is None else (pair[None],)))
+    out = unchecked(run, counts[0], *visits, jnp.asarray(layer, jnp.int32).reshape(1), *rows, *weights, *others)
+    return (*out[:-1], out[-1][0]) if kept else out
 
 
 def matmuls(
@@ -374,8 +390,8 @@ def gated(
     *,
     kept: bool = False,
     **options: Any,
-) -> tuple[Float[Array, "N F"], ...]:
-    """Compute silu(y_0) · y_1 · share of the two `matmuls` y, and return with it, if `kept`, both of them.
+) -> tuple[Array, ...]:
+    """Compute silu(y_0) · y_1 · share of the two `matmuls` y, and return with it, if `kept`, both of them, [2, N, F].
 
     The products are rounded first. Shares multiply in float32. Arguments and errors as in `matmuls`.
     """
@@ -385,7 +401,7 @@ def gated(
 def gated_transposed(
     grads: Float[Array, "N D"],
     down: Shaped[Array, "E F D"],
-    pair: Sequence[Float[Array, "N F"]],
+    pair: Float[Array, "2 N F"],
     shares: Float[Array, " N"],
     group_sizes: Int[Array, " E"],
     **options: Any,

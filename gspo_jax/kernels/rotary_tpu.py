@@ -84,7 +84,10 @@ def _call(
     interpret: bool,
     **options: Any,
 ) -> Any:
-    """Run a kernel over tiles of tokens. The backward one also returns its tiles' shares, [tiles, 1, h]."""
+    """Run a kernel over tiles of tokens. The backward one also returns its tiles' shares, [tiles, 1, h].
+
+    The first array is read where a scan over layers keeps it: without a copy of its slice.
+    """
     (N, width), size, back = wide[0].shape, wide[0].dtype.itemsize, len(wide) > 1
     moved = (len(wide) + 1) * size * width + 4 * LANES
     tile = 512
@@ -98,15 +101,22 @@ def _call(
     run = pl.pallas_call(
         functools.partial(kernel, **options),
         out_shape=(out, shares) if back else out,
-        in_specs=(pl.BlockSpec((tile, LANES), lambda i: (i, 0)), *[of_wide] * len(wide), *[one] * len(scale)),
+        in_specs=(
+            pl.BlockSpec((tile, LANES), lambda i: (i, 0)),
+            pl.BlockSpec((None, tile, width), lambda i: (0, i, 0)),
+            *[of_wide] * (len(wide) - 1),
+            *[one] * len(scale),
+        ),
         out_specs=(of_wide, pl.BlockSpec((None, 1, LANES), lambda i: (i, 0, 0))) if back else of_wide,
         grid=(tiles,),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",), allow_input_fusion=[i == 1 for i in range(1 + len(wide) + len(scale))]
+        ),
         cost_estimate=pl.CostEstimate(flops=0, bytes_accessed=N * moved, transcendentals=0),
         interpret=interpret,
         name=name,
     )
-    return unchecked(run, turn, *wide, *(s.astype(jnp.float32).reshape(1, LANES) for s in scale))
+    return unchecked(run, turn, wide[0][None], *wide[1:], *(s.astype(jnp.float32).reshape(1, LANES) for s in scale))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -75,9 +75,9 @@ def _kept(
     rows, shares, thins, group_sizes = jax.tree.map(lambda p: p.value, (rows, shares, thins, group_sizes))
     given = rows, shares, tuple(w.value for w in own), thins, group_sizes
     options: dict[str, Any] = {"likely": likely, "interpret": interpret}
-    hidden, *pair = _hidden(*given, kept=True, **options)
+    hidden, pair = _hidden(*given, kept=True, **options)
     (out,) = tpu_products(hidden, given[2][2:], group_sizes, thin=thins[1], **options)
-    return out, (rows, shares, own, thins, group_sizes, [checkpoint_name(y, "dot") for y in pair])
+    return out, (rows, shares, own, thins, group_sizes, checkpoint_name(pair, "dot"))
 
 
 def _backward(likely: int | None, interpret: bool, kept: tuple[Any, ...], grads: Any) -> tuple[Any, ...]:

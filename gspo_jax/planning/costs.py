@@ -118,6 +118,13 @@ class CostedProgram(Module):
         costs = self._costs_of(branch.computation, branch.state)
         return costs.flops, costs.bytes
 
+    def kernel_in(self, computation: str, operation: Operation) -> tuple[str, Operation] | None:
+        """Return a kernel, and its computation: the operation, or fused with what slices its operands or results."""
+        if operation.opcode != "fusion":
+            return (computation, operation) if operation.is_kernel else None
+        called = operation.calls[0]
+        return next(((called, one) for one in self.computations[called].values() if one.is_kernel), None)
+
     def product_flops(self, computation: str, operation: Operation) -> float:
         """Return matmul flops, also inside a fusion or call."""
         if operation.opcode in ("fusion", "call"):
@@ -282,8 +289,8 @@ class _CostCollector:
                         self.collectives.append((times, traffic))
         flops, moved = program.product_flops(computation, operation), program.moved(computation, operation)
         executed = OpWork(flops, moved)
-        if operation.is_kernel:
-            (flops, moved), executed = self.kernel(computation, operation, times, moved)
+        if inside := program.kernel_in(computation, operation):
+            (flops, moved), executed = self.kernel(*inside, times, moved)
         if chain and begins:
             whole = program.moved(operation.calls[0], chain[1])
             moved, executed = moved + whole, executed._replace(bytes=executed.bytes + whole)

@@ -222,6 +222,21 @@ def test_kernels_by_their_own_estimate():
     assert costs.kernels == {"splash": 1}
 
 
+def test_a_kernel_fused_with_the_slice_that_it_reads_or_writes():
+    """Its estimate counts, not the stack's bytes."""
+    estimate = '"cost_estimate":{"flops":"1000","transcendentals":"0","bytes_accessed":"64"}'
+    call = (
+        f'custom-call(%s), custom_call_target="tpu_custom_call", backend_config={{"custom_call_config":{{{estimate}}}}}'
+    )
+    text = "%fused (q: bf16[48,128]) -> bf16[128] {\n  %q = bf16[48,128]{1,0} parameter(0)\n"
+    text += "  %s = bf16[1,128]{1,0} slice(%q), slice={[0:1], [0:128]}\n"
+    text += f"  ROOT %gmm.3 = bf16[128]{{0}} {call}\n}}\n"
+    text += "ENTRY %main (p: bf16[48,128]) -> bf16[128] {\n  %p = bf16[48,128]{1,0} parameter(0)\n"
+    text += "  ROOT %gmm.4 = bf16[128]{0} fusion(%p), kind=kCustom, calls=%fused\n}\n"
+    costs = costs_lib.CostedProgram(text, filled={"gmm": 0.25}).costs()
+    assert (costs.flops, costs.bytes) == (250, 64)
+
+
 def test_the_largest_bound_counts_for_every_operation():
     costs = compiled(lambda a, b: a @ b, ones(8, 16), ones(16, 32)).costs()
     assert costs.seconds(costs_lib.Rates(costs.flops, 1e30, 1)) == pytest.approx(1)

@@ -116,17 +116,18 @@ def test_the_least_number_of_chips(size, chips):
 
 
 def test_executed_attention_of_packed_rows():
-    """Rows of a prompt of 512 tokens and a response of 15,872: of 32 blocks of 512, a query sees those before.
+    """Rows of a prompt of 512 tokens and a response of 15,872: of 64 parts of 256, a query sees those before.
 
-    528 visits, each of 2 products of [512, 128, 512] per head in the forward pass and of 5 in the backward pass.
+    2080 pairs, each of 2 products of [256, 128, 256] per head in the forward pass and of 5 in the backward pass.
     """
     recipe = setting(prompts=8)
     recipe.config.sampling.max_response_length, recipe.config.training.row_tokens = 15872, 16384
     work = executed.kernels(recipe, "update")["packed_attention"]
-    queries = hlo.Array("bf16", (4, 8, 16384, 128), 0)
-    once = 2 * 32 * 528 * 512 * 512 * 128
+    spans, queries = hlo.Array("s32", (32, 3, 512), 0), hlo.Array("bf16", (16384, 4096), 0)
+    once = 2 * 32 * 2080 * 256 * 256 * 128
     for name, products in (("packed_attention.1", 2), ("packed_attention_backward.2", 5)):
-        assert work(costs.KernelCall(name, (queries,), (), costs.OpWork(0, 7))) == costs.OpWork(products * once, 7)
+        call = costs.KernelCall(name, (spans, queries), (), costs.OpWork(0, 7))
+        assert work(call) == costs.OpWork(products * once, 7)
     begin, end, own = executed.spans_at_full_length(16500, **recipe.row_size)
     assert (end[0, 512:16384] == 512).all() and (own[0, 512:16384] == 512).all() and not begin.any()
     assert not end[0, :512].any() and (own[0, 16384:] > np.arange(16384, 16500)).all()
