@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from gspo_jax.errors import UserError
 from gspo_jax.kernels.backend import unchecked
-from gspo_jax.kernels.visits_tpu import LANES, VMEM, accumulate, for_parts, part_of, row_tile, schedule, taken
+from gspo_jax.kernels.visits_tpu import LANES, VMEM, accumulate, for_parts, part_of, repeated, row_tile, schedule, taken
 
 
 class Thin(NamedTuple):
@@ -129,7 +129,7 @@ def _each_kernel(
             return
         pair = [product(i).astype(rows.dtype) for i in range(n)]
         for i, y in enumerate(pair if kept else ()):
-            _store(y.astype(jnp.float32), outs[1].at[i], at, first, end)
+            _store(y.astype(jnp.float32), outs[1].at[pl.ds(i * rows.shape[0], rows.shape[0])], at, first, end)
         for i, piece in enumerate(_pieces(at, part)):
             gate, up = (y[i * part : (i + 1) * part].astype(jnp.float32) for y in pair)
             hidden = jax.nn.silu(gate) * up * _column(shares[0], piece)
@@ -207,7 +207,9 @@ def _sum_kernel(
             return
         for i, piece in enumerate(_pieces(at, part)):
             own, since, until = total[i * part : (i + 1) * part], first - i * part, end - i * part
-            gate, up = (pair[0][i, piece, :].astype(jnp.float32) for i in range(2))
+            gate, up = (
+                pair[0].at[pl.ds(n, rows[0].shape[0])][piece, :].astype(jnp.float32) for n in (0, rows[0].shape[0])
+            )
             share, sigmoid = _column(shares[0], piece), jax.nn.sigmoid(gate)
             silu, slope = gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))
             results = own * share * up * slope, own * share * silu, silu * up * share
@@ -230,7 +232,7 @@ def _products(
     likely: int | None = None,
     shares: Float[Array, " N"] | None = None,
     kept: bool = False,
-    pair: Float[Array, "2 N F"] | None = None,
+    pair: Float[Array, "P F"] | None = None,
     interpret: bool = False,
 ) -> tuple[Array, ...]:
     """Return each product, or their sum if `transposed`; with `shares` as `gated` and `gated_transposed` say."""
@@ -288,20 +290,21 @@ def _products(
     )
 
     of_out = pl.BlockSpec((tile, columns), lambda n, v, group, tile, *_: (tile[v], n))
-    of_pair = pl.BlockSpec((None, 2, tile, columns), lambda n, v, group, tile, *_: (0, 0, tile[v], n))
+    of_pair = pl.BlockSpec((2 * tile, columns), lambda n, v, group, tile, *_: (tile[v], n))
+    of_kept_pair = pl.BlockSpec((None, 2 * tile, columns), lambda n, v, group, tile, *_: (0, tile[v], n))
     of_shares = pl.BlockSpec((None, None, *numbers[2:]), lambda n, v, group, tile, *_: (0, tile[v], 0, 0))
     of_d_shares = pl.BlockSpec((None, None, *numbers[2:]), lambda n, v, group, tile, *_: (n, tile[v], 0, 0))
     out_shapes, out_specs = [jax.ShapeDtypeStruct((N, width), rows[0].dtype)] * outs, [of_out] * outs
     if kept:
-        out_shapes.append(jax.ShapeDtypeStruct((1, 2, N, width), rows[0].dtype))
+        out_shapes.append(jax.ShapeDtypeStruct((2 * tile * pl.cdiv(N, tile), width), rows[0].dtype))
         out_specs.append(of_pair)
     if gated and transposed:
         out_shapes.append(jax.ShapeDtypeStruct(numbers, jnp.float32))
         out_specs.append(of_d_shares)
 
-    def fused(operands: int) -> list[bool] | None:
-        """Let a pair, the last operand, be read where a scan over layers keeps it: without a copy of the slice."""
-        return None if pair is None else [False] * (operands - 1) + [True]
+    # A pair is read where a scan over layers keeps it, without a copy of its slice, if the grid's size is known.
+    fused = pair is not None and (likely is None or likely >= N)
+    visits = repeated(visits, counts[0]) if fused else visits
 
     def run(count: Array, *args: Array) -> tuple[Array, ...]:
         return pl.pallas_call(
@@ -315,14 +318,15 @@ def _products(
                     *[pl.BlockSpec((None, 1, block[1]), scale)] * len(scales),
                     *of_thin,
                     *[of_shares] * gated,
-                    *[of_pair] * (pair is not None),
+                    *[of_kept_pair] * (pair is not None),
                 ),
                 out_specs=tuple(out_specs),
-                grid=(blocks, count),
+                grid=(blocks, len(visits.tile) if fused else count),
                 scratch_shapes=(pltpu.VMEM(block, rows[0].dtype),) * len(scales),
             ),
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "arbitrary"), allow_input_fusion=fused(1 + len(args))
+                dimension_semantics=("parallel", "arbitrary"),
+                allow_input_fusion=[False] * (len(args) - 1) + [True] if fused else None,
             ),
             # The number of used rows is unknown at compile time.
             cost_estimate=pl.CostEstimate(
@@ -338,8 +342,7 @@ def _products(
 
     rank3 = (s.astype(jnp.float32)[:, None] for s in scales)
     others = (*rank3, *path, *by_lanes, *(() if pair is None else (pair[None],)))
-    out = unchecked(run, counts[0], *visits, jnp.asarray(layer, jnp.int32).reshape(1), *rows, *weights, *others)
-    return (*out[:-1], out[-1][0]) if kept else out
+    return unchecked(run, counts[0], *visits, jnp.asarray(layer, jnp.int32).reshape(1), *rows, *weights, *others)
 
 
 def matmuls(
@@ -391,7 +394,7 @@ def gated(
     kept: bool = False,
     **options: Any,
 ) -> tuple[Array, ...]:
-    """Compute silu(y_0) · y_1 · share of the two `matmuls` y, and return with it, if `kept`, both of them, [2, N, F].
+    """Compute silu(y_0) · y_1 · share of the two `matmuls` y, and return with it, if `kept`, both, tile by tile.
 
     The products are rounded first. Shares multiply in float32. Arguments and errors as in `matmuls`.
     """
@@ -401,7 +404,7 @@ def gated(
 def gated_transposed(
     grads: Float[Array, "N D"],
     down: Shaped[Array, "E F D"],
-    pair: Float[Array, "2 N F"],
+    pair: Float[Array, "P F"],
     shares: Float[Array, " N"],
     group_sizes: Int[Array, " E"],
     **options: Any,

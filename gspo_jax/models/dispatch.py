@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -83,19 +84,13 @@ def _pairs(x: Array, experts: Array, weights: Array, kernels: ExpertKernels, *, 
 def _gathered(tokens: Array, kernels: ExpertKernels) -> tuple[Array, ExpertKernels]:
     """Return the tokens, and the experts of all of `fsdp`.
 
-    On TPU sparse cores gather both experts and tokens' rows, one after the other. Rows wait for `gate` and `up`, which
-    attention hides, and these for `down`, which the backward pass needs first.
+    On TPU sparse cores gather both experts and tokens' rows, one after the other. Tokens wait for `gate` and `up`,
+    which attention hides. The backward pass of "dots" keeps the tokens, and so waits for none.
     """
-
-    def every(m: Matrix) -> Matrix:
-        return jax.tree.map(lambda w: jax.lax.all_gather(w, "fsdp", axis=0, tiled=True), m)
-
-    gate, up, down = kernels
-    if platform() != "tpu":
-        return tokens, ExpertKernels(every(gate), every(up), every(down))
-    down = every(down)
-    gate, up = (every(m) for m in jax.tree.map(lambda w: _after(w, down.weights), (gate, up)))
-    return _after(tokens, (gate.weights, up.weights)), ExpertKernels(gate, up, down)
+    whole = jax.tree.map(lambda w: jax.lax.all_gather(w, "fsdp", axis=0, tiled=True), kernels)
+    if platform() == "tpu":
+        tokens = checkpoint_name(_after(tokens, (whole.gate.weights, whole.up.weights)), "dot")
+    return tokens, whole
 
 
 @jax.custom_vjp

@@ -221,7 +221,8 @@ class Transformer(nnx.Module):
                 x, routes, kept = nnx.merge(graph, params)(x, rows.positions, rows.valid, rows.attend, asked)
                 return x, (routes, kept)
 
-            body = layer if remat == "none" else jax.checkpoint(layer, policy=REMATS[remat])
+            # Loops do not share subexpressions: the barriers that prevent it would keep slices from being fused.
+            body = layer if remat == "none" else jax.checkpoint(layer, policy=REMATS[remat], prevent_cse=False)
             return jax.lax.scan(body, x, (stacked, asked))
 
         x, found = self._embed(tokens), []

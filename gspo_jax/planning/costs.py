@@ -303,7 +303,7 @@ class _CostCollector:
     def kernel(self, computation: str, operation: Operation, times: float, moved: float) -> tuple[OpWork, OpWork]:
         """Return a Pallas kernel's necessary and executed work."""
         name, program = operation.name, self.program
-        flops, moves = (operation.attribute(rf'"{what}":"(\d+)"') for what in ("flops", "bytes_accessed"))
+        flops, moves = (operation.attribute(rf'"{what}":"?(\d+)') for what in ("flops", "bytes_accessed"))
         if flops is None or moves is None:
             self.kernels[re.sub(r"[.\d]+$", "", name)] += times  # pyright: ignore[reportArgumentType]
             declared = OpWork(0.0, moved)
