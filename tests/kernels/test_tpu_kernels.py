@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections import Counter
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,9 @@ from gspo_jax.kernels.decode_attention_tpu import ring_softmax
 from gspo_jax.kernels.grouped_matmul import Scaled, grouped_matmuls
 from gspo_jax.kernels.kv import ScaledKV
 from gspo_jax.kernels.packed_attention import Spans, packed_attention
+from gspo_jax.kernels.rotary_tpu import normed_rope
+from gspo_jax.kernels.row_sums_tpu import masked_sum
+from gspo_jax.kernels.swiglu_tpu import swiglu
 from gspo_jax.models.attention import attend_causal
 from gspo_jax.models.transformer import REMATS
 from gspo_jax.parallel import mesh as mesh_lib
@@ -150,6 +154,55 @@ def experts_adapted(target, name, dtype):
         return read(topology.lower(backward, x, a, b, w, scale, sizes, y, y).compile())
 
 
+def experts_swiglu(target, name, dtype):
+    """Compile the experts' SwiGLU, with matrices of its own on every chip."""
+    mesh = topology.topology_mesh(target, {"fsdp": -1})
+    rows, chips, one = ROWS[name], mesh.size, of_mesh(mesh)
+    x, share = one((rows * chips, D), dtype, "batch"), one((rows * chips,), dtype, "batch")
+    wide, tall = (one((EXPERTS * chips, *shape), dtype, "batch") for shape in ((D, F), (F, D)))
+    sizes, spec = one((EXPERTS * chips,), jnp.int32, "batch"), PartitionSpec(mesh_lib.BATCH_AXES)
+
+    def run(x, share, gate, up, down, sizes):
+        return swiglu(x, share, (gate, up, down), (None,) * 3, sizes)
+
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(run, in_specs=(spec,) * 6, out_specs=spec)
+
+        def backward(*given):
+            *given, sizes, grads = given
+            return with_gradients(lambda *trained: run(*trained, sizes), *given, grads=grads)
+
+        return read(topology.lower(backward, x, share, wide, wide, tall, sizes, x).compile())
+
+
+def heads(target, name, dtype):
+    """Compile the norm and rotation of one row's heads per chip."""
+    mesh, tokens = topology.topology_mesh(target, {"fsdp": -1}), PACKED[name]
+    one, spec = of_mesh(mesh), PartitionSpec(mesh_lib.BATCH_AXES)
+    x, turn = (one((tokens * mesh.size, width), kind, "batch") for width, kind in ((4096, dtype), (128, jnp.float32)))
+    scale = one((WIDTH,), jnp.float32)
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(
+            partial(normed_rope, eps=1e-6), in_specs=(spec, spec, PartitionSpec()), out_specs=spec, check_vma=False
+        )
+
+        def backward(x, scale, turn, grads):
+            return with_gradients(lambda x, scale: run(x, turn, scale), x, scale, grads=grads)
+
+        return read(topology.lower(backward, x, scale, turn, x).compile())
+
+
+def sums(target, name, dtype):
+    """Compile the sums of eight experts' outputs for one row's tokens per chip."""
+    mesh, tokens = topology.topology_mesh(target, {"fsdp": -1}), PACKED[name]
+    one, spec = of_mesh(mesh), PartitionSpec(None, mesh_lib.BATCH_AXES)
+    rows, has = one((8, tokens * mesh.size, D), dtype, None, "batch"), one((tokens * mesh.size, 8), jnp.bool_, "batch")
+    by_token = PartitionSpec(mesh_lib.BATCH_AXES)
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(masked_sum, in_specs=(spec, by_token), out_specs=by_token, check_vma=False)
+        return read(topology.lower(run, rows, has).compile())
+
+
 def ring(target, name, dtype, cache_dtype=None):
     """Compile decode attention with 16 slots and half of the KV heads per chip."""
     mesh, columns = topology.topology_mesh(target, {"fsdp": -1, "tensor": 2}), RINGS[name]
@@ -182,10 +235,13 @@ KERNELS = {
     experts: ROWS,
     experts_int8: ("many", "few"),
     experts_adapted: ("many", "few"),
+    experts_swiglu: ROWS,
+    heads: PACKED,
+    sums: PACKED,
     ring: RINGS,
     ring_int8: ("long",),
 }
-LARGEST = {(of, "many" if of in (experts, experts_int8, experts_adapted) else "long") for of in KERNELS}
+LARGEST = {(of, "many" if of.__name__.startswith("experts") else "long") for of in KERNELS}
 REMATERIALISED = ("dots", "full")
 
 
@@ -198,7 +254,7 @@ def cases(target):
     named = [(of, name) for of, names in KERNELS.items() for name in names]
     largest = [case for case in named if case in LARGEST]
     if target.startswith("v5p"):
-        whole = [case for case in largest if case[0] in (attention, packed, experts, ring)]
+        whole = [case for case in largest if case[0] in (attention, packed, experts_swiglu, heads, sums, ring)]
         return [*((*case, "bfloat16") for case in named), *((*case, "float32") for case in whole)]
     return [(*case, "bfloat16") for case in largest if case[0] not in (experts, experts_int8)]
 
@@ -234,6 +290,18 @@ def test_the_tpu_compiler_takes_every_kernel(target):
             assert result["kernels"] == {f"grouped_{k}": n for k, n in kernels.items()}
         elif of is experts_int8:
             assert result["kernels"] == {f"grouped_{k}": 1 for k in ("visits", "matmul", "matmul_transposed")}
+        elif of is experts_swiglu:
+            kernels = {
+                "visits": 1,
+                "matmul_gated": 1,
+                "matmul": 1,
+                "matmul_transposed_gated": 1,
+                "matmul_transposed": 1,
+            }
+            assert result["kernels"] == {f"grouped_{k}": n for k, n in kernels.items()} | {"grouped_outer": 3}
+        elif of in (heads, sums):
+            names = {heads: ("normed_rope", "normed_rope_backward"), sums: ("masked_sum",)}
+            assert result["kernels"] == dict.fromkeys(names[of], 1)
         elif of is experts_adapted:
             kernels = {f"grouped_{k}": 1 for k in ("matmul", "matmul_transposed", "outer_thin")}
             visits = result["kernels"].pop("grouped_visits")
