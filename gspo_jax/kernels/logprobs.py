@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from gspo_jax.kernels.dense_matmul import matmul
+
 
 def log_softmax_at(
     logits: Float[Array, "*n V"], targets: Int[Array, "*n"]
@@ -43,7 +45,7 @@ def token_logprobs(
 
     @partial(jax.checkpoint, prevent_cse=False)
     def one(h: Array, y: Array) -> tuple[Array, Array]:
-        logits = jnp.einsum("btd,dv->btv", h, head, preferred_element_type=jnp.float32)
+        logits = matmul(h, head, dtype=jnp.float32)
         return log_softmax_at(logits / temperature, y)
 
     def split(x: Array) -> Array:

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from gspo_jax.kernels.adapted_matmul import LowRank
+from gspo_jax.kernels.dense_matmul import matmul
 from gspo_jax.kernels.grouped_matmul import scaled
 from gspo_jax.parallel import spread
 
@@ -32,7 +33,7 @@ class Matrix(NamedTuple):
 
     def __call__(self, x: Float[Array, "*N n"]) -> Float[Array, "*N m"]:
         """Return x times the matrix, in x's dtype; not for experts."""
-        y = x @ self.weights.astype(x.dtype)
+        y = matmul(x, self.weights.astype(x.dtype))
         y = y if self.scale is None else scaled(y, self.scale)
         return y if self.low is None else y + self.low(x)
 
