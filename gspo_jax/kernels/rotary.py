@@ -3,6 +3,8 @@
 On TPU one Pallas kernel (rotary_tpu.py) does both where the heads lie; XLA would write float32 heads, and move them.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -18,12 +20,22 @@ def rms_norm(x: Float[Array, "*b D"], scale: Float[Array, " D"], eps: float) -> 
     return (y * scale.reshape((1,) * (y.ndim - 1) + (-1,))).astype(x.dtype)
 
 
-def rope(
-    x: Float[Array, "B N T h"], positions: Int[Array, "B T"], frequencies: Float[Array, " half"]
-) -> Float[Array, "B N T h"]:
+class Rotation(NamedTuple):
+    """Cosine and sine of position · frequency_i, for all layers: they cost more than the rotation."""
+
+    cos: Float[Array, "B 1 T half"]
+    sin: Float[Array, "B 1 T half"]
+
+    @classmethod
+    def of(cls, positions: Int[Array, "B T"], frequencies: Float[Array, " half"]) -> "Rotation":
+        """Return those of positions, with frequencies in radians per position."""
+        angle = positions[:, None, :, None].astype(jnp.float32) * frequencies.reshape(1, 1, 1, -1)
+        return cls(jnp.cos(angle), jnp.sin(angle))
+
+
+def rope(x: Float[Array, "B N T h"], rotation: Rotation) -> Float[Array, "B N T h"]:
     """Rotate pairs (x_i, x_{i+h/2}) by position · frequency_i (arXiv 2104.09864, half-split layout)."""
-    angle = positions[:, None, :, None].astype(jnp.float32) * frequencies.reshape(1, 1, 1, -1)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = rotation
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
@@ -34,18 +46,12 @@ def in_place(tokens: int, width: int) -> bool:
 
 
 def normed_rope(
-    x: Float[Array, "B T Nh"],
-    positions: Int[Array, "B T"],
-    frequencies: Float[Array, " half"],
-    scale: Float[Array, " h"] | None,
-    *,
-    eps: float,
+    x: Float[Array, "B T Nh"], rotation: Rotation, scale: Float[Array, " h"] | None, *, eps: float
 ) -> Float[Array, "B T Nh"]:
     """Return `rope` of every head's `rms_norm`, heads side by side; without a scale they are not normed.
 
     Only where `in_place`.
     """
     B, T, _ = x.shape
-    angle = (positions.astype(jnp.float32)[..., None] * frequencies.reshape(1, 1, -1)).reshape(B * T, -1)
-    turn = jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1)
+    turn = jnp.concatenate(rotation, axis=-1).reshape(B * T, -1)
     return rotary_tpu.normed_rope(x.reshape(B * T, -1), turn, scale, eps=eps).reshape(x.shape)

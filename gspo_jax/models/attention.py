@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from gspo_jax.kernels.attention import SlotRows, causal_attention, decode_attention
 from gspo_jax.kernels.kv import KV
 from gspo_jax.kernels.packed_attention import Spans, packed_attention
-from gspo_jax.kernels.rotary import in_place, normed_rope, rms_norm, rope
+from gspo_jax.kernels.rotary import Rotation, in_place, normed_rope, rms_norm, rope
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
 from gspo_jax.models.matrices import project
 from gspo_jax.parallel.mesh import AXES, TRAINER, constrain, has_mesh, manual_axes, spec, without_axes
@@ -114,11 +114,11 @@ class Attention(nnx.Module):
         self.k_norm: Any = norm and norm(config, stack, "kv_heads", rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], attend: Attend
+        self, x: Float[Array, "B T D"], rotation: Rotation, attend: Attend
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Return the attention output, and what `attend` kept."""
         q, k, v = project(self, ("q", "k", "v"), x)
-        q, k = self._turned(q, self.q_norm, positions, "heads"), self._turned(k, self.k_norm, positions, "kv_heads")
+        q, k = self._turned(q, self.q_norm, rotation, "heads"), self._turned(k, self.k_norm, rotation, "kv_heads")
         v = checkpoint_name(v, "dot").reshape(*v.shape[:2], -1, self.config.head_dim)
         q = constrain(q, "batch", None, "heads", None)
         k, v = (constrain(a, "batch", None, "kv_heads", None) for a in (k, v))
@@ -126,18 +126,18 @@ class Attention(nnx.Module):
         (y,) = project(self, ("o",), out.reshape(*x.shape[:2], -1))
         return checkpoint_name(y, "dot"), kept
 
-    def _turned(self, x: Float[Array, "B T n"], norm: Any, positions: Int[Array, "B T"], axis: str) -> Array:
+    def _turned(self, x: Float[Array, "B T n"], norm: Any, rotation: Rotation, axis: str) -> Array:
         """Return the heads [B, T, N, h], normed and turned."""
-        frequencies, h = self.config.rope_frequencies(), self.config.head_dim
+        h = self.config.head_dim
         if in_place(x.shape[1], h) and isinstance(norm, HeadNorm | None):
             scale = None if norm is None else norm.scale[...]
 
-            def run(x: Array, positions: Array, frequencies: Array, scale: Array | None) -> Array:
-                return normed_rope(x, positions, frequencies, scale, eps=self.config.rms_norm_eps)
+            def run(x: Array, rotation: Rotation, scale: Array | None) -> Array:
+                return normed_rope(x, rotation, scale, eps=self.config.rms_norm_eps)
 
             wide = ("batch", None, axis)
-            arrays = (checkpoint_name(x, "dot"), positions, frequencies, scale)
-            return _on_shards(run, arrays, (wide, ("batch",), (), ()), wide).reshape(*x.shape[:2], -1, h)
+            arrays = (checkpoint_name(x, "dot"), rotation, scale)
+            return _on_shards(run, arrays, (wide, ("batch",), ()), wide).reshape(*x.shape[:2], -1, h)
         # Heads before tokens, before norm and rotation make them float32.
         heads = checkpoint_name(jnp.swapaxes(x.reshape(*x.shape[:2], -1, h), 1, 2), "dot")
-        return jnp.swapaxes(rope(heads if norm is None else norm(heads), positions, frequencies), 1, 2)
+        return jnp.swapaxes(rope(heads if norm is None else norm(heads), rotation), 1, 2)

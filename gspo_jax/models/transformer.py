@@ -14,13 +14,13 @@ from jaxtyping import Array, Bool, Float, Int
 from gspo_jax.kernels.attention import SlotRows
 from gspo_jax.kernels.kv import KV
 from gspo_jax.kernels.packed_attention import Spans
+from gspo_jax.kernels.rotary import Rotation, rms_norm
 from gspo_jax.models import int8, lora
 from gspo_jax.models.attention import (
     Attend,
     attend_cached,
     attend_causal,
     attend_packed,
-    rms_norm,
 )
 from gspo_jax.models.cache import Cache, CacheDtype, DecodeSlots, stored, write_tokens
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
@@ -100,7 +100,7 @@ class Block(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
+        rotation: Rotation,
         valid: Bool[Array, "B T"],
         attend: Attend,
         asked: Routing | None = None,
@@ -112,7 +112,7 @@ class Block(nnx.Module):
         """
         eps = self.config.rms_norm_eps
         with jax.named_scope("attention"):
-            y, kept = self.attention(rms_norm(x, self.attention_norm[...], eps), positions, attend)
+            y, kept = self.attention(rms_norm(x, self.attention_norm[...], eps), rotation, attend)
         x = constrain(x + y, "batch", None, None)
         with jax.named_scope("feed_forward"):
             y, routes = self.mlp(rms_norm(x, self.mlp_norm[...], eps), valid, asked, layer)
@@ -201,16 +201,18 @@ class Transformer(nnx.Module):
         positions = (cache.prompt_lengths[prompts] + slots.ages - 1)[:, None]
         rows = None if slots.aligned else SlotRows.of(slots.responses, slots.active, P, cache.group_size)
         layers = jnp.arange(self.config.num_layers)
+        rotation = Rotation.of(positions, self.config.rope_frequencies())
         x, first, found = self._embed(tokens[:, None]), 0, []
         for block, stack in zip(self.layers, self.config.stacks, strict=True):
             own = slice_layers(layers, first, stack.layers)
-            x, cache, routes = _decode_stack(block, x, positions, slots, rows, cache, own, first)
+            x, cache, routes = _decode_stack(block, x, rotation, slots, rows, cache, own, first)
             first += stack.layers
             found.append(routes)
         routes = join_routes(found, positions.shape)
         return self._output(x, routes), cache
 
     def _forward(self, tokens: Array, rows: "_Rows", routing: Routing | None, remat: Remat) -> tuple[Output, Any]:
+        rotation = Rotation.of(rows.positions, self.config.rope_frequencies())
 
         def run(block: Block, x: Array, asked: Routing | None) -> tuple[Array, tuple[Routes | None, Any]]:
             graph, stacked = nnx.split(block)
@@ -218,7 +220,7 @@ class Transformer(nnx.Module):
             def layer(x: Array, xs: tuple[nnx.State, Routing | None]) -> tuple[Array, tuple[Routes | None, Any]]:
                 params, asked = xs
                 x = checkpoint_name(x, "input")
-                x, routes, kept = nnx.merge(graph, params)(x, rows.positions, rows.valid, rows.attend, asked)
+                x, routes, kept = nnx.merge(graph, params)(x, rotation, rows.valid, rows.attend, asked)
                 return x, (routes, kept)
 
             # Loops do not share subexpressions: the barriers that prevent it would keep slices from being fused.
@@ -249,7 +251,7 @@ class Transformer(nnx.Module):
 def _decode_stack(
     block: Block,
     x: Float[Array, "B 1 D"],
-    positions: Int[Array, "B 1"],
+    rotation: Rotation,
     slots: DecodeSlots,
     rows: SlotRows | None,
     cache: Cache,
@@ -273,7 +275,7 @@ def _decode_stack(
 
         one = nnx.merge(graph, params, whole)
         in_stack = index - first if first else index
-        x, routes, (ks, vs) = one(x, positions, slots.active[:, None], attend, layer=in_stack)
+        x, routes, (ks, vs) = one(x, rotation, slots.active[:, None], attend, layer=in_stack)
         return (x, ks, vs), routes
 
     (x, k, v), routes = jax.lax.scan(layer, (x, cache.k, cache.v), (sliced, layers))

@@ -16,10 +16,10 @@ CASES = [
 ]  # fmt: skip
 
 
-def twin(x, positions, frequencies, scale):
+def twin(x, rotation, scale):
     heads = jnp.swapaxes(x.reshape(*x.shape[:2], N, H), 1, 2)
     heads = heads if scale is None else rotary.rms_norm(heads, scale, EPS)
-    return jnp.swapaxes(rotary.rope(heads, positions, frequencies), 1, 2).reshape(x.shape)
+    return jnp.swapaxes(rotary.rope(heads, rotation), 1, 2).reshape(x.shape)
 
 
 @pytest.mark.parametrize(("tokens", "dtype", "normed"), mostly_slow(CASES, always=CASES[:2]))
@@ -32,10 +32,11 @@ def test_kernels_equal_the_twin(tokens, dtype, normed, monkeypatch):
     x, g = (jnp.asarray(rng.standard_normal((B, tokens, N * H)), dtype) for _ in range(2))
     positions = jnp.asarray(rng.integers(0, 40_000, (B, tokens)), jnp.int32)
     frequencies = jnp.asarray(1e6 ** -np.linspace(0, 1, H // 2), jnp.float32)
+    rotation = rotary.Rotation.of(positions, frequencies)
     scale = (jnp.asarray(rng.uniform(0.5, 2, H), jnp.float32),) if normed else ()
 
     def found(run):
-        out, pull = jax.vjp(lambda x, *scale: run(x, positions, frequencies, *(scale or (None,))), x, *scale)
+        out, pull = jax.vjp(lambda x, *scale: run(x, rotation, *(scale or (None,))), x, *scale)
         return out, *pull(g)
 
     limits = {"float32": (4e-7, 4e-7, 2e-6), "bfloat16": (2**-8, 2**-7, 2**-7)}[dtype]

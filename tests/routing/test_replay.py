@@ -14,8 +14,8 @@ from flax import nnx
 
 from gspo_jax import objectives
 from gspo_jax.kernels.attention import causal_attention
+from gspo_jax.kernels.rotary import Rotation, rms_norm
 from gspo_jax.models import transformer
-from gspo_jax.models.attention import rms_norm
 from gspo_jax.models.moe import Routing, layers_first
 from gspo_jax.rollout.decoder import response_keys
 from gspo_jax.rollout.sampling import SamplingParams, StopRule
@@ -287,7 +287,7 @@ def router_logits(weights, rollout) -> list:
     model = nnx.merge(GRAPH, weights)
     graph, stacked = nnx.split(model.layers[0])
     valid, found, eps = jnp.asarray(real(rollout)), [], CONFIG.rms_norm_eps
-    positions = jnp.cumsum(valid, axis=1) - 1
+    rotation = Rotation.of(jnp.cumsum(valid, axis=1) - 1, CONFIG.rope_frequencies())
     x = model.embed[...][jnp.concatenate([rollout.prompts, rollout.tokens], axis=1)]
 
     def attend(q, k, v):
@@ -295,9 +295,9 @@ def router_logits(weights, rollout) -> list:
 
     for layer in range(CONFIG.num_layers):
         block = nnx.merge(graph, jax.tree.map(lambda p, i=layer: p[i], stacked))
-        y, _ = block.attention(rms_norm(x, block.attention_norm[...], eps), positions, attend)
+        y, _ = block.attention(rms_norm(x, block.attention_norm[...], eps), rotation, attend)
         found.append((rms_norm(x + y, block.mlp_norm[...], eps) @ block.mlp.router[...])[:, S:])
-        x, _, _ = block(x, positions, valid, attend)
+        x, _, _ = block(x, rotation, valid, attend)
     return found
 
 
