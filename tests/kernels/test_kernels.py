@@ -1,6 +1,7 @@
 """Every kernel matches its plain counterpart, forward and backward."""
 
 import itertools
+import re
 from functools import partial
 
 import jax
@@ -101,6 +102,16 @@ def test_grouped_matmul_gradient_is_its_own(dtype):
             atol=1e-5 if dtype == jnp.float32 else 0.1,
         )
     assert not ours[0][80:].any(), "rows beyond the groups get no gradient"
+
+
+def test_the_head_s_gradient_is_a_product_of_two_matrices():
+    """XLA copies an operand with more axes, transposed."""
+    loss = partial(token_logprobs, targets=jnp.zeros((2, 6), int), chunk=6)
+    gradient = jax.jit(jax.grad(lambda h, w: loss(h, w)[0].sum(), argnums=(0, 1)))
+    lowered = gradient.lower(jnp.zeros((2, 6, 8)), jnp.zeros((8, 16))).as_text()
+    products = [line for line in lowered.splitlines() if "dot_general" in line]
+    assert len(products) == 3, "recomputed, and two gradients"
+    assert all(re.fullmatch(r"tensor<\d+x\d+xf32>", t) for line in products for t in re.findall(r"tensor<.*?>", line))
 
 
 @pytest.mark.parametrize("backend", backends())
