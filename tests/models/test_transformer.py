@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from gspo_jax.models import families, transformer
-from gspo_jax.models.cache import Cache, DecodeSlots, empty_ring, heads_first
+from gspo_jax.models.cache import Cache, DecodeSlots, empty_pool, heads_first
 from gspo_jax.models.families import qwen3
 from gspo_jax.models.moe import Routing
 from gspo_jax.parallel import mesh as mesh_lib
@@ -77,8 +77,8 @@ def test_cached_decode_equals_a_full_forward(config, group_size, mixed_family): 
     valid = np.arange(10)[None] < batch.lengths[:, None]
     out, kept = jax.jit(net.prefill)(batch.tokens, jnp.asarray(valid))
     k, v = map(heads_first, kept)
-    ring = empty_ring(k, B, T)
-    cache = Cache(k, v, jnp.asarray(batch.lengths), ring, ring, jnp.zeros((), jnp.int32), group_size)
+    pool, table = empty_pool(k, 3 * B, -(-T // 3)), jnp.arange(3 * B).reshape(B, 3)
+    cache = Cache(k, v, jnp.asarray(batch.lengths), pool, pool, table, group_size)
     decode = jax.jit(net.decode)
     stepped, routes = [], []
     for t in range(T):
