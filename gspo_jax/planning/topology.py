@@ -7,12 +7,14 @@ import dataclasses
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
+from jaxtyping import Int
 
 from gspo_jax.errors import UserError, choices
 from gspo_jax.parallel.mesh import make_mesh
@@ -41,16 +43,20 @@ class Chip:
     """HBM that the compiler grants a program, by its out-of-memory message."""
     links: float
     """Bytes per second sent over all ICI links together."""
+    dcn: float
+    """Bytes per second sent between slices: a chip's share of its host's network."""
     clock: float
     """Cycles per second: peak flops over matrix-unit flops per cycle."""
+    cores: int
+    """TensorCores, which share a kernel's parallel grid dimensions."""
 
 
 _GIB = 2**30
 CHIPS = {
-    "v4": Chip(275e12, 1.2e12, int(30.75 * _GIB), 300e9, 1.05e9),
-    "v5e": Chip(197e12, 0.82e12, int(15.75 * _GIB), 200e9, 1.5e9),
-    "v5p": Chip(459e12, 2.765e12, int(95.74 * _GIB), 600e9, 1.75e9),
-    "v6e": Chip(918e12, 1.638e12, int(31.25 * _GIB), 400e9, 1.75e9),
+    "v4": Chip(275e12, 1.2e12, int(30.75 * _GIB), 300e9, 6.25e9, 1.05e9, cores=2),
+    "v5e": Chip(197e12, 0.82e12, int(15.75 * _GIB), 200e9, 3.125e9, 1.5e9, cores=1),
+    "v5p": Chip(459e12, 2.765e12, int(95.74 * _GIB), 600e9, 6.25e9, 1.75e9, cores=2),
+    "v6e": Chip(918e12, 1.638e12, int(31.25 * _GIB), 400e9, 12.5e9, 1.75e9, cores=1),
 }
 
 KINDS = {
@@ -111,24 +117,18 @@ def describe(name: str, *, slices: int = 1) -> list[Any]:
     Raises:
       UserError: the topology is unknown or malformed, or libtpu is missing.
     """
-    kind, sides = generation(name), name.partition(":")[2].split("x")
+    kind, sides = generation(name), _sides(name)
     known = {**_MEGACORE, **_SINGLE}
-    rank = 3 if kind in _MEGACORE else 2
-    example = "4x4x4" if rank == 3 else "4x4"
-    if len(sides) != rank or not all(side.isdigit() and int(side) for side in sides):
-        raise UserError(f"topology {name!r} does not have {rank} positive sides; write it as {kind}:{example}")
     if importlib.util.find_spec("libtpu") is None:
         raise UserError("libtpu, the TPU compiler, is not installed; install it with pip install 'gspo_jax[tpu]'")
-    full = 4 if rank == 3 else 16
-    wrap = tuple(int(side) % full == 0 for side in sides) + (False,) * (3 - rank)
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
-    hosts = tuple(math.gcd(2, int(side)) for side in sides[:2])  # a host has 2x2 chips; a slice of one chip has fewer
+    hosts = tuple(math.gcd(2, side) for side in sides[:2])  # a host has 2x2 chips; a slice of one chip has fewer
     try:
         return topologies.get_topology_desc(
             platform="tpu",
-            topology_name=f"{known[kind]}:{'x'.join(sides + ['1'] * (3 - rank))}",
-            wrap=wrap,
+            topology_name=f"{known[kind]}:{'x'.join(map(str, sides))}",
+            wrap=wraps(kind, sides),
             chip_config_name="megacore" if kind in _MEGACORE else "default",
             chips_per_host_bounds=(*hosts, 1),
             num_slices=slices,
@@ -136,8 +136,61 @@ def describe(name: str, *, slices: int = 1) -> list[Any]:
     except jax.errors.JaxRuntimeError as error:
         text = str(error).partition("\n")[0][:200]
         raise UserError(
-            f"libtpu knows no topology {name!r} ({text}); choose another, such as {kind}:{example}"
+            f"libtpu knows no topology {name!r} ({text}); choose another, such as {kind}:{_example(kind)}"
         ) from error
+
+
+def _example(kind: str) -> str:
+    return "4x4x4" if kind in _MEGACORE else "4x4"
+
+
+def _sides(name: str) -> tuple[int, int, int]:
+    """Return a slice's three sides; the third is 1 in 2D.
+
+    Raises:
+      UserError: the topology is malformed.
+    """
+    kind, sides = generation(name), name.partition(":")[2].split("x")
+    rank = 3 if kind in _MEGACORE else 2
+    if len(sides) != rank or not all(side.isdigit() and int(side) for side in sides):
+        raise UserError(f"topology {name!r} does not have {rank} positive sides; write it as {kind}:{_example(kind)}")
+    x, y, z = (int(side) for side in [*sides, "1"][:3])
+    return x, y, z
+
+
+def wraps(kind: str, sides: Sequence[int]) -> tuple[bool, ...]:
+    """Return which sides wrap around."""
+    full = 4 if kind in _MEGACORE else 16
+    return tuple(side % full == 0 for side in sides)
+
+
+@dataclasses.dataclass(frozen=True)
+class Torus:
+    """Chips of a slice, by their number in a program."""
+
+    coordinates: Int[np.ndarray, "chips 3"]
+    sides: tuple[int, ...]
+    wraps: tuple[bool, ...]
+    """True for sides whose ends are linked."""
+
+    def hops(self, groups: Sequence[Sequence[int]]) -> int:
+        """Return the most links on a shortest way between two chips of a group."""
+        return max((self._diameter(tuple(group)) for group in groups), default=0)
+
+    def _diameter(self, group: tuple[int, ...]) -> int:
+        at = self.coordinates[list(group)]
+        apart = np.zeros((len(at), len(at)), int)
+        for axis, (side, wraps) in enumerate(zip(self.sides, self.wraps, strict=True)):
+            along = abs(at[:, None, axis] - at[None, :, axis])
+            apart += np.minimum(along, side - along) if wraps else along
+        return int(apart.max(initial=0))
+
+
+def torus(name: str, mesh: Mesh) -> Torus:
+    """Return the torus of the slice, or of each of several, with chips in the mesh's order."""
+    sides = _sides(name)
+    coordinates = np.array([device.coords for device in mesh.devices.flat])
+    return Torus(coordinates, sides, wraps(generation(name), sides))
 
 
 def topology_mesh(name: str, sizes: Mapping[str, int], *, slices: int = 1) -> Mesh:
