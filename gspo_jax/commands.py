@@ -229,6 +229,7 @@ COMMANDS: dict[str, Command] = {
             Flag("tune", "with --lengths: search for the settings with the least projected iteration", bool, False),
             Flag("headroom", "with --tune: part of a chip's memory to leave free", float, 0.08, "X", low=0.0, high=0.9),
             Flag("rates", "rates of the chip, as bench --calibrate writes them; assumed without", metavar="FILE"),
+            Flag("skew", "spread of routers' preferences for experts, 0 for none", float, 0.25, "X", low=0.0),
             Flag("cycles", "also print the executed times beside the compiler's estimates of cycles", bool, False),
             Flag("dump", "keep each program's compiled text in this folder, as PROGRAM.hlo", metavar="DIR"),
             Flag("cache", "folder of compiled programs; ~/.cache/gspo_jax/plan by default", default="", metavar="DIR"),
