@@ -1,7 +1,7 @@
 """Ahead-of-time compilation of every program of an iteration for a TPU slice: does it fit, and what does it cost?
 
     python -m gspo_jax.plan --config=configs/qwen3_30b_a3b.py --topology=v5p:4x4x4 [--slices=2]
-        [--programs=update,score] [--json=FILE] [--dump=DIR] [--cycles] [--rates=FILE]
+        [--programs=update,score] [--json=FILE] [--dump=DIR] [--cycles] [--rates=FILE] [--skew=0.25]
         [--lengths=lognormal:4096:0.8 [--figure=FILE.png] [--tune]]
 
 Runs on any machine with libtpu, without a TPU. Figures come from the compiled programs and the compiler's memory
@@ -9,6 +9,7 @@ analysis. Times are bounds, executed times at the rates of planning/rates.py, an
 v5p results: an estimate, not a measurement. Compiled programs are cached, so a second plan takes seconds.
 """
 
+import dataclasses
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,7 @@ from gspo_jax.planning import cycles, executed, iteration, jaxpr, memory, progra
 from gspo_jax.planning import rates as rates_lib
 from gspo_jax.planning.ahead import Compiled, compile_ahead
 from gspo_jax.planning.figures import figures, warnings
+from gspo_jax.planning.loads import SKEW
 from gspo_jax.planning.setting import Setting
 from gspo_jax.planning.show import show_cycles, show_header, show_iteration, show_program, show_try
 from gspo_jax.planning.timeline import draw
@@ -57,7 +59,6 @@ def plan_programs(
     setting: Setting,
     *,
     pool: ThreadPoolExecutor,
-    slices: int,
     key: str,
     cache: Path,
     dump: Path | None,
@@ -72,19 +73,21 @@ def plan_programs(
 
     pieces = [[started(program) for program in programs.make(name, setting.engine)] for name in names]
     for name, own in zip(names, pieces, strict=True):
-        yield name, program_facts(name, own, setting, slices=slices, dump=dump)
+        yield name, program_facts(name, own, setting, dump=dump)
 
 
-def program_facts(
-    name: str, pieces: Sequence[Piece], setting: Setting, *, slices: int, dump: Path | None
-) -> dict[str, Any]:
+def program_facts(name: str, pieces: Sequence[Piece], setting: Setting, *, dump: Path | None) -> dict[str, Any]:
     """Return memory, costs, time bounds and warnings of a compiled program.
 
     Of several pieces: memory of the largest, costs of the loop that they step through.
     """
     traced, found = [one for one, _ in pieces], [compiled.result() for _, compiled in pieces]
-    filled, kernels = executed.filled(setting, name), executed.kernels(setting, name)
-    modules = [costs_lib.CostedProgram(one.text, filled=filled, kernels=kernels) for one in found]
+    filled = executed.filled(setting, name)
+    work = {"kernels": executed.kernels(setting, name), "passes": executed.passes(setting, name)}
+    modules = [
+        costs_lib.CostedProgram(one.text, filled=filled, machine=setting.machine, **work)  # pyright: ignore[reportArgumentType]
+        for one in found
+    ]
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
         for i, one in enumerate(found):
@@ -113,15 +116,17 @@ def program_facts(
     if not fits:
         return facts
     if name == "sample_decode":
-        loops = [loop for module in modules for loop in module.loops()]
+        loops = [
+            loop for module in modules for loop in zip(module.loops(), module.elapsed_loops(setting.rates), strict=True)
+        ]
         facts["steps"] = iteration.decode_steps(loops, setting)
-        costs, scheduled = max(loops, key=lambda costs: costs.bytes), None
+        costs, elapsed = max(loops, key=lambda loop: loop[0].bytes)
     else:
-        costs, scheduled = module.costs(), module
+        costs, elapsed = module.costs(), module.elapsed(setting.rates)
     traced_flops = sum(jaxpr.product_flops(read(one), filled=filled) for one in traced) / setting.mesh.size
-    facts |= figures(costs, name, setting, traced_flops=traced_flops, scheduled=scheduled)
+    facts |= figures(costs, name, setting, traced_flops=traced_flops, elapsed=elapsed)
     facts["cycles"] = cycles.compared(costs, setting)
-    facts["warnings"] += warnings(costs, setting, slices)
+    facts["warnings"] += warnings(costs, setting)
     return facts
 
 
@@ -132,7 +137,7 @@ def read(traced: jax.stages.Traced) -> Any:
 
 
 def prepare(
-    config: ConfigDict, model: ModelConfig, name: str, *, slices: int, rates: Path | None
+    config: ConfigDict, model: ModelConfig, name: str, *, slices: int, rates: Path | None, skew: float
 ) -> tuple[Setting, dict[str, Any], str]:
     """Return the run on a slice, its plan's identifying facts, and its cache key."""
     mesh = topology.topology_mesh(name, dict(config.mesh), slices=slices)
@@ -140,12 +145,15 @@ def prepare(
     stop = make_stop_rule(config, eos_ids=model.eos_token_ids, pad_id=model.pad_token_id or 0)
     kind = topology.generation(name)
     used = rates_lib.assumed(kind) if rates is None else rates_lib.read(rates, generation=kind)
-    setting = Setting(engine_lib.build(config, model, meshes, stop), CHIPS[kind], used)
+    engine, torus = engine_lib.build(config, model, meshes, stop), topology.torus(name, mesh)
+    setting = Setting(engine, CHIPS[kind], used, skew=skew, torus=torus, slices=slices)
     facts = {
         "chip": kind,
         "topology": name if slices == 1 else f"{slices} x {name}",
         "mesh": dict(mesh.shape),
         "versions": {package: metadata.version(package) for package in PACKAGES},
+        "skew": skew if model.is_routed else None,
+        "rates": dataclasses.asdict(used),
     }
     with jax.set_mesh(mesh):
         return setting, facts, f"{facts['topology']} {facts['versions']} {backend.compiler_options()}"
@@ -160,6 +168,7 @@ def tune(
     headroom: float,
     cache: Path,
     rates: Path | None,
+    skew: float,
     console: Console,
 ) -> dict[str, Any]:
     """Search for the fastest settings. Print and return the tries and the best.
@@ -173,8 +182,8 @@ def tune(
     pool = ThreadPoolExecutor(processes.cores())
 
     def planner(config: ConfigDict, names: Sequence[str]) -> tuple[dict[str, Any], Setting]:
-        setting, _, key = prepare(config, check(config), name, slices=slices, rates=rates)
-        found = plan_programs(names, setting, pool=pool, slices=slices, key=key, cache=cache, dump=None)
+        setting, _, key = prepare(config, check(config), name, slices=slices, rates=rates, skew=skew)
+        found = plan_programs(names, setting, pool=pool, key=key, cache=cache, dump=None)
         return dict(found), setting
 
     search = Search(config, planner, drawn_from, headroom, partial(show_try, console))
@@ -204,6 +213,7 @@ def plan(
     cache: Path,
     dump: Path | None = None,
     rates: Path | None = None,
+    skew: float = SKEW,
     console: Console | None = None,
     with_cycles: bool = False,
     lengths: str | None = None,
@@ -227,12 +237,12 @@ def plan(
             raise UserError(f"--lengths needs all programs, and --programs leaves out {', '.join(missing)}; name none")
     elif figure is not None:
         raise UserError(f"--figure={figure} needs the lengths of responses, such as --lengths=lognormal:4096:0.8")
-    setting, facts, key = prepare(config, model, name, slices=slices, rates=rates)
+    setting, facts, key = prepare(config, model, name, slices=slices, rates=rates, skew=skew)
     meshes, mesh = setting.engine.meshes, setting.mesh
     facts |= {"sampler_mesh": dict(meshes.sampler.shape), "least_chips": setting.least_chips(), "programs": {}}
     show_header(console, facts)
     with ThreadPoolExecutor(processes.cores()) as pool:
-        planned = plan_programs(wanted, setting, pool=pool, slices=slices, key=key, cache=cache, dump=dump)
+        planned = plan_programs(wanted, setting, pool=pool, key=key, cache=cache, dump=dump)
         for one, found in planned:
             facts["programs"][one] = found
             show_program(console, one, found)
@@ -260,7 +270,13 @@ def main(config: ConfigDict) -> int:
     if f.tune:
         if f.lengths is None:
             raise UserError("--tune needs the lengths of responses, such as --lengths=lognormal:4096:0.8")
-        shared: dict[str, Any] = {"slices": f.slices, "cache": cache, "rates": rates, "console": Console()}
+        shared: dict[str, Any] = {
+            "slices": f.slices,
+            "cache": cache,
+            "rates": rates,
+            "skew": f.skew,
+            "console": Console(),
+        }
         found = tune(config, f.topology, f.lengths, headroom=f.headroom, **shared)
         cli.write_facts(f.json, {"arguments": sys.argv[1:]} | found)
         return 0
@@ -272,6 +288,7 @@ def main(config: ConfigDict) -> int:
         cache=cache,
         dump=Path(f.dump) if f.dump else None,
         rates=rates,
+        skew=f.skew,
         console=Console(),
         with_cycles=f.cycles,
         lengths=f.lengths,

@@ -23,7 +23,7 @@ from gspo_jax.parser import Parser
 from gspo_jax.planning.show import cycles_table, markdown_table
 
 Plan = Mapping[str, Any]
-PARTS = ("attention", "grouped_matmul", "matmul", "memory", "collectives", "latency")
+PARTS = ("attention", "grouped_matmul", "kernels", "matmul", "memory", "vector", "collectives", "latency")
 """Parts of executed time, in order."""
 BETWEEN = "\0"
 """Separator of pages that are searched as one."""

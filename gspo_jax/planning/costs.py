@@ -6,10 +6,14 @@ and multiplies by trip counts. It counts:
 * flops of matmuls, convolutions, and Pallas kernels with a cost estimate
 * bytes to and from main memory, of slices only the slice
 * bytes a device sends in collectives, assuming ring algorithms
-* executed work: kernels compute whole blocks, small operations take a latency
+* executed work: kernels compute whole blocks in grid steps, small operations take a latency
 * elapsed time, with asynchronous collectives overlapping other work
+
+Traffic between slices is what the compiler hands to the data-center network (`send` with a megascale target), the rest
+of a collective stays on the slices' links.
 """
 
+import dataclasses
 import math
 import re
 from collections import Counter
@@ -18,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from gspo_jax.planning.cost_records import Cost, Costs, KernelCall, OpWork, Traffic
 from gspo_jax.planning.hlo import COLLECTIVES, SCALARS, Array, Called, Module, Operation, convolution_flops
 from gspo_jax.planning.rates import Rates
+from gspo_jax.planning.topology import Torus
 
 _NO_TRAFFIC = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "iota"),
@@ -25,6 +30,9 @@ _NO_TRAFFIC = {
     "conditional",
 }
 """Opcodes without memory traffic of their own."""
+
+_TRANSFERS = ("send", "recv")
+"""Opcodes that start a transfer to or from the host."""
 
 _CHAIN_START, _CHAIN_END = "async-collective-start", "async-collective-done"
 """Name prefixes of fusions that start and finish a multi-step collective."""
@@ -34,16 +42,36 @@ Kernels = Mapping[str, Callable[[KernelCall], OpWork]]
 """Executed work by prefix of a kernel's name."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What runs a program."""
+
+    cores: int = 1
+    """Cores of a chip, which share parallel grid dimensions."""
+    slices: int = 1
+    torus: Torus | None = None
+    """None: all chips are neighbours."""
+
+
 class CostedProgram(Module):
     """Compiled program with a cost model.
 
     `filled` maps kernel name prefixes to the used fraction of declared rows, for buffers of worst-case size. `kernels`
-    maps them to executed work.
+    maps them to executed work. `passes` returns the trips of a loop of the scope `RARELY`, from the kernels in it.
     """
 
-    def __init__(self, text: str, *, filled: Mapping[str, float] | None = None, kernels: Kernels | None = None):
+    def __init__(
+        self,
+        text: str,
+        *,
+        filled: Mapping[str, float] | None = None,
+        kernels: Kernels | None = None,
+        passes: Callable[[Sequence[KernelCall]], float] | None = None,
+        machine: Machine | None = None,
+    ):
         super().__init__(text)
-        self.filled, self.kernels = filled or {}, kernels or {}
+        self.filled, self.kernels, self.passes = filled or {}, kernels or {}, passes
+        self.machine = machine or Machine()
 
     def costs(self) -> Costs:
         """Return the costs of one run."""
@@ -52,6 +80,10 @@ class CostedProgram(Module):
     def loops(self) -> list[Costs]:
         """Return the costs of one iteration of each outermost loop of unknown trip count."""
         return [self._costs_of(turn.computation, turn.state) for turn in self._unknown(self.entry, {})]
+
+    def elapsed_loops(self, rates: Rates) -> list[float]:
+        """Return the elapsed seconds of one iteration of each of `loops`. See `elapsed`."""
+        return [self._elapsed(turn.computation, turn.state, rates) for turn in self._unknown(self.entry, {})]
 
     def _unknown(self, computation: str, state: Mapping[int, int]) -> Iterator[Called]:
         for operation in self.computations[computation].values():
@@ -69,23 +101,35 @@ class CostedProgram(Module):
     def elapsed(self, rates: Rates) -> float:
         """Return the seconds of one run with collectives overlapping computation.
 
-        Operations run in text order, the compiler's schedule. Collectives queue on one link. Asynchronous ones delay
-        only operations that wait for their end.
+        Operations run in text order, the compiler's schedule. Collectives queue on one link, and transfers between
+        slices on another. Asynchronous ones delay only operations that wait for their end.
         """
         return self._elapsed(self.entry, {}, rates)
 
-    def _elapsed(self, computation: str, state: Mapping[int, int], rates: Rates) -> float:
-        now = free = 0.0
-        ends: dict[str, float] = {}  # by starting operation or chain
+    def _elapsed(self, computation: str, state: Mapping[int, int], rates: Rates, *, rare: bool = False) -> float:
+        now = free = free_between = 0.0
+        ends: dict[str, float] = {}  # by starting operation, chain, or name of a transfer between slices
 
         def send(work: _CostCollector) -> float:
             nonlocal free
             free = max(now, free) + sum(times * t.bytes for times, t in work.collectives) / rates.links
             return free
 
+        def collector() -> _CostCollector:
+            return _CostCollector(self, rare=rare)
+
         for operation in self.computations[computation].values():
-            opcode, work = operation.opcode, _CostCollector(self)
-            if opcode in ("call-start", "call-update"):
+            opcode, work = operation.opcode, collector()
+            if operation.between_slices:
+                work.count(computation, operation, 1.0)
+                now += work.costs().executed(rates)
+                if opcode == "send":
+                    free_between = max(now, free_between) + work.costs().dcn / rates.dcn
+                    ends[operation.rendezvous or ""] = free_between
+            elif opcode == "recv-done":
+                begun = self.computations[computation].get(operation.operands[0])
+                now = max(now, ends.get((begun.rendezvous if begun else None) or "", now))
+            elif opcode in ("call-start", "call-update"):
                 given = operation.operands  # a call-start may have none and receive them through a call-update
                 begun = self.find(given[0]) if opcode == "call-update" else operation
                 for run in self.runs(computation, begun, {}) if given and begun is not None else ():
@@ -93,7 +137,10 @@ class CostedProgram(Module):
                 now += work.costs().executed(rates)
                 ends[operation.name] = send(work)
             elif runs := self.runs(computation, operation, state):
-                now += sum(run.times * self._elapsed(run.computation, run.state, rates) for run in runs)
+                now += sum(
+                    run.times * self._elapsed(run.computation, run.state, rates, rare=rare or self.is_rare(operation))
+                    for run in runs
+                )
             elif opcode.endswith("-done") and operation.operands:
                 now = max(now, ends.get(operation.operands[0], now))
             else:
@@ -112,7 +159,29 @@ class CostedProgram(Module):
     def runs(self, computation: str, operation: Operation, state: Mapping[int, int]) -> list[Called]:
         """Return what an operation runs. For a conditional: the costliest branch that is not rare."""
         found = super().runs(computation, operation, state)
+        if operation.opcode == "while" and self.is_rare(operation) and self.passes is not None:
+            return [run._replace(times=self.passes(self._kernel_calls(run.computation))) for run in found]
         return [max(found, key=self._branch_cost)] if operation.opcode == "conditional" else found
+
+    def _kernel_calls(self, computation: str) -> list[KernelCall]:
+        found = []
+        for operation in self.computations[computation].values():
+            if inside := self.kernel_in(computation, operation):
+                found.append(self.kernel_call(*inside, self.moved(computation, operation), rare=True))
+            for run in super().runs(computation, operation, {}):
+                found += self._kernel_calls(run.computation)
+        return found
+
+    def kernel_call(self, computation: str, operation: Operation, moved: float, *, rare: bool) -> KernelCall:
+        """Return a call with its cost estimate, or without one `moved` bytes."""
+        operands = tuple(a for o in operation.operands for a in self.arrays(computation, o))
+        declared = self.estimate(operation) or OpWork(0.0, moved)
+        return KernelCall(operation.name, operands, operation.arrays, declared, rare)
+
+    def estimate(self, operation: Operation) -> OpWork | None:
+        """Return a kernel's own cost estimate, or None."""
+        flops, moves = (operation.attribute(rf'"{what}":"?(\d+)') for what in ("flops", "bytes_accessed"))
+        return None if flops is None or moves is None else OpWork(float(flops), float(moves))
 
     def _branch_cost(self, branch: Called) -> tuple[float, float]:
         costs = self._costs_of(branch.computation, branch.state)
@@ -143,6 +212,10 @@ class CostedProgram(Module):
     def traffic(self, computation: str, operation: Operation) -> Traffic | None:
         """Return a collective's traffic. None for other operations and -done halves."""
         kind = operation.opcode.removesuffix("-start")
+        if (between := operation.between_slices) and kind == "send":
+            slices, size = self.machine.slices, operation.arrays[0].bytes
+            sent = _sent(between, slices, size)
+            return Traffic(f"{between} between slices", slices, 0.0, operation.scope, sent)
         if kind not in COLLECTIVES:
             return None
         given = [a for o in operation.operands for a in self.arrays(computation, o)]
@@ -152,21 +225,23 @@ class CostedProgram(Module):
         if kind == "ragged-all-to-all":  # upper bound: the smaller buffer
             size = min(a.bytes for a in given[:2])
         group = operation.group_size
-        others = (group - 1) / max(group, 1)
-        sent = {
-            "all-gather": (group - 1) * size,
-            "all-reduce": 2 * others * size,
-            "collective-permute": size,
-            "collective-broadcast": size,
-        }.get(kind, others * size)
-        return Traffic(kind, group, sent, operation.scope)
+        return Traffic(kind, group, _sent(kind, group, size), operation.scope)
+
+    def hops(self, operation: Operation) -> int:
+        """Return the links on a collective's longest way: 1 on an unknown slice."""
+        if self.machine.torus is None:
+            return 1
+        rounds = 2 if operation.opcode.removesuffix("-start") == "all-reduce" else 1
+        return rounds * self.machine.torus.hops(operation.groups)
 
     def waits(self, computation: str, operation: Operation) -> str:
         """Return the latency of a non-collective, "" if it only names or starts something, or is scalar."""
         opcode = operation.opcode
-        if opcode in _NO_TRAFFIC or opcode.endswith(("-start", "-done", "-update")):
+        if opcode in (*_NO_TRAFFIC, *_TRANSFERS) or opcode.endswith(("-start", "-done", "-update")):
             return ""
-        if opcode == "custom-call" and not operation.is_kernel:
+        if self.kernel_in(computation, operation) is not None:
+            return "kernel"
+        if opcode == "custom-call":
             return ""
         arrays = (*operation.arrays, *(a for o in operation.operands for a in self.arrays(computation, o)))
         return "" if all(a.space == SCALARS for a in arrays) else "operation"
@@ -181,6 +256,8 @@ class CostedProgram(Module):
         given = [size(self.arrays(computation, o)) for o in operation.operands]
         if opcode in _NO_TRAFFIC or opcode.endswith(("-done", "-update")):
             return 0.0
+        if opcode in _TRANSFERS:  # read or written by the host
+            return size(operation.arrays[:1])
         if opcode == "copy-start":
             return size(operation.arrays[:2])
         if opcode in (
@@ -255,64 +332,91 @@ class CostedProgram(Module):
         return sum(a.bytes for a in value.arrays)
 
 
+def _sent(kind: str, group: int, size: float) -> float:
+    """Return the bytes that a member of a group sends, by ring algorithms."""
+    others = (group - 1) / max(group, 1)
+    return {
+        "all-gather": (group - 1) * size,
+        "all-reduce": 2 * others * size,
+        "collective-permute": size,
+        "collective-broadcast": size,
+    }.get(kind, others * size)
+
+
 class _CostCollector:
-    def __init__(self, program: CostedProgram):
-        self.program = program
+    def __init__(self, program: CostedProgram, *, rare: bool = False):
+        self.program, self.rare = program, rare
         self.operations: list[Cost] = []
         self.collectives: list[tuple[float, Traffic]] = []
         self.kernels: Counter[str] = Counter()
         self.unknown: list[str] = []
+        self.unsized: list[str] = []
 
     def costs(self) -> Costs:
-        unknown = tuple(dict.fromkeys(self.unknown))
-        return Costs(tuple(self.operations), tuple(self.collectives), dict(self.kernels), unknown)
+        unknown, unsized = (tuple(dict.fromkeys(names)) for names in (self.unknown, self.unsized))
+        return Costs(tuple(self.operations), tuple(self.collectives), dict(self.kernels), unknown, unsized)
 
     def walk(self, computation: str, times: float, state: Mapping[int, int]) -> None:
         for operation in self.program.computations[computation].values():
-            runs = self.program.runs(computation, operation, state)
+            runs, was_rare = self.program.runs(computation, operation, state), self.rare
+            self.rare = was_rare or self.program.is_rare(operation)
             for run in runs:
                 if not run.known:
                     self.unknown.append(operation.name)
-                self.walk(run.computation, times * run.times, run.state)
+                if run.times:
+                    self.walk(run.computation, times * run.times, run.state)
             if not runs:
                 self.count(computation, operation, times)
+            self.rare = was_rare
 
     def count(self, computation: str, operation: Operation, times: float) -> None:
         program, chain, sent = self.program, self.program.chained(operation), len(self.collectives)
-        begins = chain is None or operation.name.startswith(_CHAIN_START)
+        begins, hops = chain is None or operation.name.startswith(_CHAIN_START), 0
         if traffic := program.traffic(computation, operation):
             self.collectives.append((times, traffic))
+            hops = program.hops(operation)
         if operation.opcode in ("fusion", "async-start") and begins:
             for called in operation.calls:
                 for inner in program.computations[called].values():
                     if traffic := program.traffic(called, inner):
                         self.collectives.append((times, traffic))
+                        hops = max(hops, program.hops(inner))
         flops, moved = program.product_flops(computation, operation), program.moved(computation, operation)
-        executed = OpWork(flops, moved)
+        executed, steps = OpWork(flops, moved), 0.0
         if inside := program.kernel_in(computation, operation):
-            (flops, moved), executed = self.kernel(*inside, times, moved)
+            (flops, moved, _), executed, steps = self.kernel(*inside, times, moved)
         if chain and begins:
             whole = program.moved(operation.calls[0], chain[1])
             moved, executed = moved + whole, executed._replace(bytes=executed.bytes + whole)
+        if self.rare:  # what a full first pass would do, and has been counted in
+            flops = moved = 0.0
         host = program.moved(computation, operation, space=5)
-        waits = "collective" if len(self.collectives) > sent else program.waits(computation, operation)
+        waits = program.waits(computation, operation)
+        if len(self.collectives) > sent and not operation.between_slices:
+            waits = "collective"
         if flops or moved or host or waits:
-            where, cycles = f"{operation.opcode} {operation.name}", operation.cycles
-            self.operations.append(Cost(times, flops, moved, host, where, operation.scope, executed, waits, cycles))
+            where, estimate = f"{operation.opcode} {operation.name}", (operation.cycles, hops, steps, operation.windows)
+            self.operations.append(Cost(times, flops, moved, host, where, operation.scope, executed, waits, *estimate))
 
-    def kernel(self, computation: str, operation: Operation, times: float, moved: float) -> tuple[OpWork, OpWork]:
-        """Return a Pallas kernel's necessary and executed work."""
+    def kernel(
+        self, computation: str, operation: Operation, times: float, moved: float
+    ) -> tuple[OpWork, OpWork, float]:
+        """Return a Pallas kernel's necessary and executed work, and the grid steps of its busiest core."""
         name, program = operation.name, self.program
-        flops, moves = (operation.attribute(rf'"{what}":"?(\d+)') for what in ("flops", "bytes_accessed"))
-        if flops is None or moves is None:
+        call = program.kernel_call(computation, operation, moved, rare=self.rare)
+        if program.estimate(operation) is None:
             self.kernels[re.sub(r"[.\d]+$", "", name)] += times  # pyright: ignore[reportArgumentType]
-            declared = OpWork(0.0, moved)
-        else:
-            declared = OpWork(float(flops), float(moves))
         fill = next((f for begin, f in program.filled.items() if name.startswith(begin)), 1.0)
-        needed = executed = declared._replace(flops=fill * declared.flops)
-        for begin, work in program.kernels.items():
-            if name.startswith(begin):
-                operands = (a for o in operation.operands for a in program.arrays(computation, o))
-                executed = work(KernelCall(name, tuple(operands), operation.arrays, declared))
-        return needed, executed
+        needed = executed = call.declared._replace(flops=fill * call.declared.flops)
+        works = [work for begin, work in program.kernels.items() if name.startswith(begin)]
+        for work in works:
+            executed = work(call)
+        grid = operation.grid
+        if not works and any(dimension.size is None for dimension in grid):
+            self.unsized.append(re.sub(r"[.\d]+$", "", name))
+        sizes = [executed.steps if dimension.size is None else dimension.size for dimension in grid]
+        cores = program.machine.cores
+        shared = math.prod(size for size, dimension in zip(sizes, grid, strict=True) if dimension.parallel)
+        share = math.ceil(shared / cores) / max(shared, 1) if grid else 1.0
+        busiest = executed._replace(flops=executed.flops * share * cores if grid else executed.flops)
+        return needed, busiest, math.prod(sizes) * share if grid else 1.0

@@ -26,8 +26,8 @@ def compared(costs: Costs, setting: Setting) -> dict[str, Any]:
         if cost.cycles is None:
             without += cost.times * cost.seconds(setting.rates)
             continue
-        key = shortened(cost.scope), cost.operation.partition(" ")[0], _bound(cost, setting)
-        if key[2] == "latency" and cost.cycles / setting.chip.clock < APART * setting.rates.operation:
+        key = shortened(cost.scope), cost.operation.partition(" ")[0], cost.bound(setting.rates)
+        if key[2] == "latency":
             key = "small operations", "", "latency"
         groups.setdefault(key, []).append(cost)
     lines = [_line(*key, own, setting) for key, own in groups.items()]
@@ -51,9 +51,7 @@ def _line(scope: str, opcode: str, bound: str, costs: Sequence[Cost], setting: S
     estimated = _added(c.times * (c.cycles or 0.0) / setting.chip.clock for c in costs)
     why = ""
     if opcode and estimated and not 1 / APART < estimated / max(executed, 1e-12) < APART:
-        if bound == "latency":
-            why = "work on vectors, or strided reads, that bytes do not show"
-        elif bound == "compute":
+        if bound == "compute":
             why = f"estimated at {_added(c.times * c.executed.flops for c in costs) / estimated / 1e12:.0f} Tflop/s"
         else:
             why = f"estimated at {_added(c.times * c.executed.bytes for c in costs) / estimated / 1e12:.2f} TB/s"
@@ -65,13 +63,3 @@ def _line(scope: str, opcode: str, bound: str, costs: Sequence[Cost], setting: S
 def _added(values: Iterable[float]) -> float:
     """Return the values' sum, the same in every version of Python: from 3.12 on `sum` compensates for rounding."""
     return reduce(operator.add, values, 0.0)
-
-
-def _bound(cost: Cost, setting: Setting) -> str:
-    rates = setting.rates
-    bounds = {
-        "compute": cost.executed.flops / rates.flops,
-        "memory": cost.executed.bytes / rates.bandwidth,
-        "latency": rates.operation if cost.waits == "operation" else 0.0,
-    }
-    return max(bounds, key=lambda bound: bounds[bound])

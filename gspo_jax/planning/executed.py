@@ -1,18 +1,20 @@
-"""Executed work of kernels, for rows at full length and random expert loads.
+"""Executed work of kernels, for rows at full length and the expert loads of loads.py.
 
 Each kernel's module says what it computes: blocks that a mask visits (attention_tpu.py, packed_attention_tpu.py) or
-tiles that a load visits (visits_tpu.py). Other kernels that execute more than they declare need a row in `kernels`.
+tiles that a load visits (visits_tpu.py). Other kernels that execute more than they declare, or whose grid is known only
+at run time, need a row in `kernels`.
 """
 
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from gspo_jax.kernels import attention_tpu, packed_attention_tpu, visits_tpu
 from gspo_jax.kernels.row_sums_tpu import ROW_SUMS
+from gspo_jax.planning import loads as loads_lib
 from gspo_jax.planning.cost_records import Cost, Costs, KernelCall, OpWork
 from gspo_jax.planning.costs import Kernels
 from gspo_jax.planning.rates import Rates
@@ -20,10 +22,8 @@ from gspo_jax.planning.setting import Setting
 
 GROUPED: tuple[str, ...] = ("grouped_matmul", "grouped_outer")
 """Name prefixes."""
-ATTENTION: tuple[str, ...] = ("splash_", "packed_", "ring_softmax")
+ATTENTION: tuple[str, ...] = ("splash_", "packed_", "paged_attention")
 """Name prefixes."""
-DRAWS = 16
-"""Random expert loads to average over."""
 
 
 def kernels(setting: Setting, name: str) -> Kernels:
@@ -32,9 +32,43 @@ def kernels(setting: Setting, name: str) -> Kernels:
     fill = setting.filled(name)
 
     def sums(call: KernelCall) -> OpWork:  # only rows that arrive
-        return call.declared._replace(flops=fill * call.declared.flops)
+        tile, rows = _tile(call), next(a.dims[0] for a in call.operands if len(a.dims) == 2)
+        visits = math.ceil(fill * rows / tile) + call.results[0].dims[0]
+        return OpWork(fill * call.declared.flops, call.declared.bytes, visits)
 
     return {"splash_": splash, "packed_attention": packed, ROW_SUMS: sums, **dict.fromkeys(GROUPED, grouped)}
+
+
+def passes(setting: Setting, name: str) -> Callable[[Sequence[KernelCall]], float]:
+    """Return how often the busiest shard uses its experts' buffers again, from the kernels of such a pass."""
+
+    def more(calls: Sequence[KernelCall]) -> float:
+        rooms = [_room(call) for call in calls if call.name.startswith(GROUPED)]
+        return max((_loads(setting, name, room).passes(room) for room in rooms), default=0.0)
+
+    return more
+
+
+def _tile(call: KernelCall) -> int:
+    found = re.search(r"_(\d+)(?:\.|$)", call.name)
+    assert found, f"{call.name} does not end in its tile"
+    return int(found[1])
+
+
+def _room(call: KernelCall) -> int:
+    """Return the rows of a grouped kernel's buffer."""
+    return next(a.dims[0] for a in call.operands if len(a.dims) == 2)
+
+
+def _loads(setting: Setting, name: str, room: int) -> loads_lib.Loads:
+    """Return the loads of experts' buffers with `room` rows."""
+    experts, shards = setting.model.num_experts, setting.expert_shards(name)
+    arriving = setting.filled(name) * room
+    if name == "sample_decode":  # a small buffer is rounded up: find the phase that has this one
+        slots, _ = setting.decoder_size
+        phases = (setting.model.experts_per_token * (slots >> phase) for phase in range(slots.bit_length()))
+        arriving = next((pairs for pairs in phases if setting.room(name, pairs) == room), arriving)
+    return loads_lib.draw(arriving, experts, shards, skew=setting.skew)
 
 
 def filled(setting: Setting, name: str) -> dict[str, float]:
@@ -66,10 +100,10 @@ def _packed(setting: Setting) -> Callable[[KernelCall], OpWork]:
         query = next(a for a in call.operands if len(a.dims) == 2)
         tokens, width = query.dims
         block = packed_attention_tpu.block_length(tokens, round(query.bytes / math.prod(query.dims)))
-        block = packed_attention_tpu.part_length(block)
-        visits = packed_attention_tpu.visited_blocks(*spans_at_full_length(tokens, **setting.row_size), block=block)
+        spans, part = spans_at_full_length(tokens, **setting.row_size), packed_attention_tpu.part_length(block)
+        visits, computed = (packed_attention_tpu.visited_blocks(*spans, block=size) for size in (block, part))
         products = 5 if call.name.startswith("packed_attention_backward") else 2
-        return OpWork(2.0 * products * width * block**2 * visits, call.declared.bytes)
+        return OpWork(2.0 * products * width * part**2 * computed, call.declared.bytes, visits)
 
     return work
 
@@ -93,26 +127,26 @@ def spans_at_full_length(
 
 
 def _grouped(setting: Setting, name: str) -> Callable[[KernelCall], OpWork]:
-    """Count whole tiles with a group's rows, and weights of non-empty groups, for random loads.
+    """Count whole tiles with a group's rows, and weights of non-empty groups, on the busiest shard.
 
     Cost estimates assume full buffers.
     """
-    experts, shards = setting.model.num_experts, setting.expert_shards(name)
-    fill = setting.filled(name)
 
     def work(call: KernelCall) -> OpWork:
-        tile = re.search(r"_(\d+)(?:\.|$)", call.name)
-        assert tile, f"{call.name} does not end in its tile"
-        room = next(a.dims[0] for a in call.operands if len(a.dims) == 2)
-        arrived = round(fill * room)
-        even = np.full(experts, 1 / experts)
-        loads = np.random.default_rng(0).multinomial(arrived * shards, even, DRAWS)[:, : experts // shards]
-        rows = np.mean([visits_tpu.executed_rows(sizes, int(tile[1])) for sizes in loads])
-        filled = np.count_nonzero(loads) / DRAWS
-        held = min(experts // shards, room)
+        tile, room = _tile(call), _room(call)
+        sizes = _loads(setting, name, room).part(room, first=not call.rare)
+        if not len(sizes):  # no such pass in any draw
+            return OpWork(0.0, 0.0, 0.0)
+        experts, draws = sizes.shape[1], len(sizes)
+        rows = float(np.mean([visits_tpu.executed_rows(one, tile) for one in sizes]))
+        ends = sizes.cumsum(axis=1)
+        visits = float(np.where(sizes > 0, -(-ends // tile) - (ends - sizes) // tile, 0).sum()) / draws
+        filled = np.count_nonzero(sizes) / draws
+        outer = call.name.startswith(GROUPED[1])  # writes zeros for empty groups
         weights = sum(a.bytes / a.dims[0] for a in (*call.operands, *call.results) if len(a.dims) == 3)
-        flops, moved = call.declared
-        return OpWork(flops * rows / room, weights * filled + (moved - weights * held) * arrived / room)
+        flops, moved, _ = call.declared
+        rest = (moved - weights * min(experts, room)) * float(ends[:, -1].mean()) / room
+        return OpWork(flops * rows / room, weights * filled + rest, visits + outer * (experts - filled))
 
     return work
 
@@ -131,9 +165,9 @@ def _part(cost: Cost, rates: Rates) -> str:
         return "attention"
     if name.startswith((*GROUPED, ROW_SUMS)):
         return "grouped_matmul"
+    if cost.waits == "kernel":
+        return "kernels"
     if cost.waits == "collective":
         return "collectives"
-    if cost.waits and cost.seconds(rates) == rates.operation:
-        return "latency"
-    compute = cost.executed.flops / rates.flops >= cost.executed.bytes / rates.bandwidth
-    return "matmul" if compute and cost.executed.flops else "memory"
+    bound = cost.bound(rates)
+    return "matmul" if bound == "compute" else bound

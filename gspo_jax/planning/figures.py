@@ -20,11 +20,11 @@ def figures(
     setting: Setting,
     *,
     traced_flops: float,
-    scheduled: costs_lib.CostedProgram | None,
+    elapsed: float,
 ) -> dict[str, Any]:
     """Return figures of a program, or of one decode step, on one chip.
 
-    `traced_flops` is per chip. `scheduled` is the program to read exposed collective time from.
+    `traced_flops` is per chip. `elapsed` is the executed time with exposed collective time.
     """
     chip, rates, (forward, times) = setting.chip, setting.rates, setting.formula(name)
     attention = forward.attention * times if costs.kernels else 0.0  # attention kernels declare no flops
@@ -38,10 +38,11 @@ def figures(
         "compute": found / chip.flops,
         "hbm": costs.bytes / chip.bandwidth,
         "ici": costs.sent / chip.links,
+        "dcn": costs.dcn / chip.dcn if costs.dcn else None,
         "attention": attention / chip.flops,
         "per_op": costs.seconds(Rates(chip.flops, chip.bandwidth, chip.links)),
         "executed": costs.executed(rates),
-        "exposed": None if scheduled is None else scheduled.elapsed(rates) - costs.executed(rates),
+        "exposed": elapsed - costs.executed(rates),
         "floor": max(needed / chip.flops, setting.least_bytes(name) / chip.bandwidth),
     }
     counts = {"formula": written, "traced": traced_flops + attention, "compiled": found}
@@ -60,19 +61,20 @@ def figures(
             for (kind, group), (count, sent, scope) in costs.by_group().items()
         ],
         "ici_bytes": costs.sent,
+        "dcn_bytes": costs.dcn,
         "seconds": seconds,
         "executed_by": executed.parts(costs, rates),
-        "binds": max(("compute", "hbm", "ici"), key=lambda what: seconds[what]),
+        "binds": max(("compute", "hbm", "ici", "dcn"), key=lambda what: seconds[what] or 0.0),
     }
     if name in ("update", "score") and apart > AGREEMENT:
         return facts | {"projected_step_s": None, "projected_mfu": None}
     low = seconds["executed"] / rates.efficiency  # with collectives hidden; `high` with them exposed
-    high = low + costs.sent / rates.links
+    high = low + costs.sent / rates.links + costs.dcn / rates.dcn
     mfu = [needed / chip.flops / max(t, 1e-12) for t in (high, low)]
     return facts | {"projected_step_s": [low, high], "projected_mfu": mfu}
 
 
-def warnings(costs: costs_lib.Costs, setting: Setting, slices: int) -> list[str]:
+def warnings(costs: costs_lib.Costs, setting: Setting) -> list[str]:
     """Return warnings for a program that fits in memory."""
     found = []
     reduced = [
@@ -83,8 +85,6 @@ def warnings(costs: costs_lib.Costs, setting: Setting, slices: int) -> list[str]
     if reduced:
         sent = sum(size for size, _ in reduced) / 1e9
         found.append(f"{sent:.1f} GB of all-reduces over the whole slice ({shortened(max(reduced)[1])})")
-    if slices > 1:
-        found.append("traffic between slices is counted as if it went over ICI; the network between them is slower")
     copied = sum(
         c.times * c.bytes
         for c in costs.operations
@@ -94,6 +94,8 @@ def warnings(costs: costs_lib.Costs, setting: Setting, slices: int) -> list[str]
         found.append(f"{copied / 1e9:.1f} GB of HBM traffic only changes the layout of arrays")
     if unknown := sorted(kernel for kernel in costs.kernels if not kernel.startswith(executed.ATTENTION)):
         found.append(f"the work of kernels without a cost estimate is not counted: {', '.join(unknown)}")
+    if costs.unsized:
+        found.append(f"grids known only at run time are counted as one step: {', '.join(costs.unsized)}")
     if costs.unknown:
         found.append(f"{len(costs.unknown)} loops with data-dependent trip counts are counted as one iteration")
     return found

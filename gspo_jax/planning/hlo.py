@@ -1,11 +1,16 @@
 """Parser of compiled program text (`compiled.as_text()`)."""
 
+import base64
 import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
+
+import numpy as np
+from jax.experimental.mosaic.dialects import tpu
+from jax.extend.mlir import ir
 
 from gspo_jax.kernels.scopes import AT_MOST, RARELY
 
@@ -27,6 +32,15 @@ COLLECTIVES = (
 
 SCALARS = 6
 """Memory space of the scalar unit."""
+
+
+class GridDimension(NamedTuple):
+    """Dimension of a Pallas kernel's grid."""
+
+    size: int | None
+    """None if known only at run time."""
+    parallel: bool
+    """True if a chip's cores share it."""
 
 
 class Array(NamedTuple):
@@ -93,22 +107,59 @@ class Operation:
         return float(found) if found and int(found) < _UNKNOWN_CYCLES else None
 
     @property
+    def windows(self) -> int:
+        """Parts that the TPU compiler computes one after the other, 1 if not given."""
+        found = self.attribute(r'"iteration_bounds":\[([^\]]*)\]')
+        return math.prod(int(bound) for bound in re.findall(r"\d+", found or ""))
+
+    @property
     def is_kernel(self) -> bool:
         """True for a Pallas kernel call."""
         return self.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in self.attributes
 
     @property
-    def group_size(self) -> int:
-        """Devices per replica group, 0 if not given."""
+    def grid(self) -> tuple[GridDimension, ...]:
+        """A Pallas kernel's grid, () without one."""
+        body = self.attribute(r'"body":"([^"]*)"')
+        return _grid(body) if body else ()
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Devices that exchange with one another: the first replica group, or all pairs of a permutation."""
         if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", self.attributes):
             sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
-            axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])  # an axis, or a part of one: 'fsdp':(16)4
-            return math.prod(int(part) if part else sizes[axis] for axis, part in axes)
-        if found := re.search(r"replica_groups=\[\d+,(\d+)\]", self.attributes):
-            return int(found[1])
+            strides = dict(zip(sizes, _strides(list(sizes.values())), strict=True))
+            group = np.zeros(1, int)
+            for axis, before, part in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", found[2]):
+                # An axis, or a part of one: 'fsdp':(16)4 has a part of 16 before it.
+                count = int(part) if part else sizes[axis]
+                after = sizes[axis] // (int(before or 1) * count)
+                group = (group[:, None] + strides[axis] * after * np.arange(count)).reshape(-1)
+            return (tuple(group.tolist()),)
+        if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]*)\](?:T\(([\d,]*)\))?", self.attributes):
+            ids = np.arange(math.prod(_ints(found[2]))).reshape(_ints(found[2]))
+            ids = ids.transpose(_ints(found[3])) if found[3] else ids
+            return (tuple(ids.reshape(-1)[: int(found[1])].tolist()),)
         if found := re.search(r"replica_groups=\{\{([\d,]*)\}", self.attributes):
-            return found[1].count(",") + 1
-        return 2 if "source_target_pairs" in self.attributes else 0
+            return (tuple(_ints(found[1])),)
+        pairs = self.attribute(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}") or ""
+        return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs))
+
+    @property
+    def group_size(self) -> int:
+        """Devices per replica group, 0 if not given."""
+        return len(self.groups[0]) if self.groups else 0
+
+    @property
+    def between_slices(self) -> str | None:
+        """Kind of a transfer over the data-center network, such as all-reduce; None for other operations."""
+        found = self.attribute(r'_xla_megascale_transfer_type="(\w+)"')
+        return found.lower().replace("_", "-") if found else None
+
+    @property
+    def rendezvous(self) -> str | None:
+        """Name that a `send` and its `recv` share."""
+        return self.attribute(r'_xla_host_transfer_rendezvous="([^"]*)"')
 
     @property
     def calls(self) -> list[str]:
@@ -188,7 +239,7 @@ class Module:
             trips, inner = self._trips(computation, operation, state)
             body = operation.attribute(r"body=%([\w.\-~]+)")
             assert body
-            if RARELY in operation.scope.split("/"):
+            if self.is_rare(operation):
                 return [Called(body, 0, True, inner)]
             return [Called(body, 1 if trips is None else trips, trips is not None, inner)]
         if operation.opcode == "conditional":
@@ -198,8 +249,12 @@ class Module:
             return [Called(called, 1, True, {}) for called in operation.calls]
         return []
 
+    def is_rare(self, operation: Operation) -> bool:
+        """True in the scope `RARELY`."""
+        return RARELY in operation.scope.split("/")
+
     def _rare(self, computation: str) -> bool:
-        return any(RARELY in operation.scope.split("/") for operation in self.computations[computation].values())
+        return any(map(self.is_rare, self.computations[computation].values()))
 
     def _trips(
         self, computation: str, loop: Operation, state: Mapping[int, int]
@@ -286,6 +341,31 @@ class Module:
             called = operation.calls[0]
             return self._linear(called, self.root(called).name, {}, [of(o) for o in operation.operands])
         return None
+
+
+@lru_cache(maxsize=4096)
+def _grid(body: str) -> tuple[GridDimension, ...]:
+    """Return the grid of a kernel's serialized code."""
+    context = ir.Context()
+    context.allow_unregistered_dialects = True
+    tpu.register_dialect(context)
+    with context:
+        module = ir.Module.parse(base64.b64decode(body))  # kept: its operations do not keep it
+        attributes = module.body.operations[0].attributes
+        if "iteration_bounds" not in attributes:
+            return ()
+        sizes = [int(size) for size in ir.DenseI64ArrayAttr(attributes["iteration_bounds"])]
+        kinds = [str(kind) for kind in ir.ArrayAttr(attributes["dimension_semantics"])]
+        found = zip(sizes, kinds, strict=True)
+        return tuple(GridDimension(size if size >= 0 else None, "parallel" in kind) for size, kind in found)
+
+
+def _ints(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+def _strides(sizes: Sequence[int]) -> list[int]:
+    return [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
 
 
 def _lines(text: str) -> Iterator[str]:

@@ -17,8 +17,10 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.experts import room_for
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.planning import programs
+from gspo_jax.planning.costs import Machine
+from gspo_jax.planning.loads import SKEW
 from gspo_jax.planning.rates import Rates
-from gspo_jax.planning.topology import Chip
+from gspo_jax.planning.topology import Chip, Torus
 from gspo_jax.rollout.pages import Pool
 from gspo_jax.training.packing import full_row, turns_at_full_length
 
@@ -30,6 +32,16 @@ class Setting:
     engine: Engine
     chip: Chip
     rates: Rates
+    skew: float = SKEW
+    """Standard deviation of routers' preferences. See loads.py."""
+    torus: Torus | None = None
+    """None: all chips are neighbours."""
+    slices: int = 1
+
+    @property
+    def machine(self) -> Machine:
+        """What runs the programs."""
+        return Machine(self.chip.cores, self.slices, self.torus)
 
     @property
     def config(self) -> ConfigDict:
@@ -102,12 +114,14 @@ class Setting:
 
     def filled(self, name: str) -> float:
         """Return the used fraction of expert buffer rows under balanced load."""
+        likely = 2**20 * self.model.experts_per_token
+        return likely / self.room(name, likely) if self.model.is_routed else 1.0
+
+    def room(self, name: str, likely: int) -> int:
+        """Return the rows of a shard's expert buffers for `likely` pairs."""
         model, shards = self.model, self.expert_shards(name)
-        if not model.is_routed:
-            return 1.0
         most = shards * min(model.experts_per_token, model.num_experts // shards)  # per token of the shard's own
-        likely = 2**20 * model.experts_per_token
-        return likely / room_for(2**20 * most, likely)
+        return room_for(likely // model.experts_per_token * most, likely)
 
     def least_chips(self) -> int:
         """Return the fewest chips with HBM for trainer state, gradients and frozen weights."""

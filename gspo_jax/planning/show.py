@@ -17,12 +17,13 @@ def _print(console: Console, text: str, **style: Any) -> None:
 
 
 def show_header(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print slice, mesh and minimum chips."""
+    """Print slice, mesh, minimum chips and expert loads."""
     mesh = ", ".join(f"{axis} {size}" for axis, size in facts["mesh"].items())
+    spread = "" if facts["skew"] is None else f"; routers' preferences spread by {facts['skew']:g}"
     _print(
         console,
         f"{facts['topology']}, {math.prod(facts['mesh'].values())} chips, mesh {mesh}; parameters, gradients and "
-        f"optimizer alone need {facts['least_chips']}",
+        f"optimizer alone need {facts['least_chips']}{spread}",
     )
 
 
@@ -49,7 +50,8 @@ def _show_costs(console: Console, facts: Mapping[str, Any]) -> None:
     seconds, per = facts["seconds"], facts["per"]
     counts = ", ".join(f"{by} {count / 1e12:.2f}" for by, count in facts["flops_by"].items())
     _print(console, f"  Tflop per chip and {per}: {counts} ({facts['flops_apart']:.1%} apart)")
-    for c in facts["collectives"][:4]:
+    most, others = facts["collectives"][:4], facts["collectives"][4:]
+    for c in [*most, *(c for c in others if "between slices" in c["kind"])]:
         sent = f"{c['count']} times, {c['bytes'] / GB:.2f} GB sent, most in {c['source']}"
         _print(console, f"  {c['kind']} over {c['group']}: {sent}", markup=False)
     if facts["host_link_bytes"]:

@@ -4,17 +4,23 @@ Small programs compiled here, with costs worked out by hand, and HLO text as the
 """
 
 import dataclasses
+import math
+import re
 import textwrap
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gspo_jax.kernels.scopes import RARELY, at_most
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.planning import costs as costs_lib
-from gspo_jax.planning import jaxpr
+from gspo_jax.planning import hlo, jaxpr
+from gspo_jax.planning.topology import Torus
 
 
 @pytest.fixture(autouse=True)
@@ -152,21 +158,6 @@ def module(body, head="HloModule m", inner=""):
     )
 
 
-@pytest.mark.parametrize(
-    ("groups", "size"),
-    [
-        ("replica_groups={{0,1,2,3},{4,5,6,7}}", 4),
-        ("replica_groups=[4,2]<=[8]", 2),
-        ("replica_groups=mesh['data'=2,'fsdp'=4] {'data','fsdp'}", 8),
-        ("replica_groups=mesh['data'=2,'fsdp'=64] {'fsdp':(16)4}", 4),
-    ],
-)
-def test_groups_as_they_are_written(groups, size):
-    text = f"  %p = bf16[128]{{0}} parameter(0)\n  ROOT %r = bf16[128]{{0}} all-reduce(%p), {groups}, to_apply=%add"
-    (key,) = module(text).costs().by_group()
-    assert key == ("all-reduce", size)
-
-
 def test_a_slice_moves_what_it_slices_and_on_chip_memory_is_free():
     text = """
   %p = f32[100,8]{1,0} parameter(0)
@@ -300,7 +291,7 @@ def test_the_work_that_a_kernel_says_it_executes():
     )
 
     def work(call):
-        assert call.name == "gmm_8.3" and call.declared == (100, 64)
+        assert call.name == "gmm_8.3" and call.declared == (100, 64, 1)
         assert [a.dims for a in (*call.operands, *call.results)] == [(128,), (2, 128)]
         return costs_lib.OpWork(70, 10)
 
@@ -309,6 +300,229 @@ def test_the_work_that_a_kernel_says_it_executes():
     rates = costs_lib.Rates(10, 1e9, 1)
     assert (costs.flops, costs.bytes) == (50, 64)
     assert (costs.seconds(rates), costs.executed(rates)) == (5, 7)
+
+
+def kernel_call(grid, semantics, *, name="swept"):
+    """Return a kernel of this grid over [8, 128] blocks as a line of a compiled program, and its operands.
+
+    The kernel's code is what Pallas lowers for a TPU, here on the CPU. A size of None is the first operand's value.
+    """
+
+    def call(n, x):
+        sizes = tuple(n[0] if size is None else size for size in grid)
+        block = pl.BlockSpec((8, 128), lambda *_: (0, 0))
+        return pl.pallas_call(
+            lambda _, x, out: out.__setitem__(..., 2 * x[...]),
+            out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1, grid=sizes, in_specs=[block], out_specs=block
+            ),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+            name=name,
+        )(n, x)
+
+    shapes = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    text = jax.jit(call).trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
+    body = re.search(r"body\\22: *\\22([^\\]*)\\22", text)[1]
+    config = f'backend_config={{"custom_call_config":{{"body":"{body}"}}}}'
+    return f'custom-call(%p), custom_call_target="tpu_custom_call", {config}'
+
+
+def of_kernel(grid, semantics, *, cores=1, **options):
+    text = "  %p = f32[8,128]{1,0} parameter(0)\n  ROOT %swept.1 = f32[8,128]{1,0} " + kernel_call(grid, semantics)
+    body = f"ENTRY %main (p: f32[]) -> f32[] {{\n{text}\n}}\n"
+    return costs_lib.CostedProgram(body, machine=costs_lib.Machine(cores=cores), **options).costs()
+
+
+def test_the_grid_of_a_kernel():
+    """A grid of 5 x 4 x (known when it runs); two cores share the first dimension, 3 of 5 go to the busiest."""
+    grid, semantics = (5, 4, None), ("parallel", "arbitrary", "arbitrary")
+    rates = costs_lib.Rates(1e30, 1e30, 1, launch=7.0, grid_step=2.0)
+    assert of_kernel(grid, semantics).executed(rates) == 7 + 2 * 5 * 4
+    assert of_kernel(grid, semantics).unsized == ("swept",)
+    for cores, steps in ((1, 5 * 4 * 6), (2, 3 * 4 * 6)):
+        costs = of_kernel(grid, semantics, cores=cores, kernels={"swept": lambda _: costs_lib.OpWork(0, 0, 6)})
+        assert costs.executed(rates) == pytest.approx(7 + 2 * steps)
+        assert costs.unsized == ()
+
+
+def test_the_steps_of_a_kernel_are_hidden_by_its_reads_but_not_by_its_products():
+    """Of 12 steps of 2 s and 8 s of products; on one core of two, products at the chip's peak take twice as long."""
+    work = {"swept": lambda _: costs_lib.OpWork(80.0, 3000.0, 1)}
+    for bandwidth, seconds in ((1e30, 24 + 8), (100.0, 24 + 8), (50.0, 60)):
+        rates = costs_lib.Rates(10.0, bandwidth, 1, launch=1.0, grid_step=2.0)
+        assert of_kernel((4, 3), ("parallel", "arbitrary"), kernels=work).executed(rates) == pytest.approx(1 + seconds)
+    rates = costs_lib.Rates(10.0, 1e30, 1, grid_step=2.0)
+    shared = of_kernel((4, 3), ("parallel", "arbitrary"), kernels=work, cores=2)
+    assert shared.executed(rates) == 12 + 8
+    alone = of_kernel((4, 3), ("arbitrary", "arbitrary"), kernels=work, cores=2)
+    assert alone.executed(rates) == 24 + 16
+
+
+@pytest.mark.parametrize(
+    ("written", "groups"),
+    [
+        ("replica_groups={{0,2},{1,3}}", ((0, 2),)),
+        ("replica_groups=[2,4]<=[8]", ((0, 1, 2, 3),)),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", ((0, 4),)),
+        ("replica_groups=mesh['data'=2,'fsdp'=4] {'data'}", ((0, 4),)),
+        ("replica_groups=mesh['data'=2,'fsdp'=4] {'data','fsdp'}", ((0, 1, 2, 3, 4, 5, 6, 7),)),
+        ("replica_groups=mesh['data'=2,'fsdp'=8] {'fsdp':(1)4}", ((0, 2, 4, 6),)),
+        ("replica_groups=mesh['data'=2,'fsdp'=8] {'fsdp':(4)2}", ((0, 1),)),
+        ("replica_groups=mesh['data'=2,'fsdp'=64] {'fsdp':(16)4}", ((0, 1, 2, 3),)),
+        ("source_target_pairs={{0,1},{1,2},{2,0}}", ((0, 1), (1, 2), (2, 0))),
+        ("to_apply=%add", ()),
+    ],
+)
+def test_groups_as_they_are_written(written, groups):
+    operation = hlo.Operation("a", "all-reduce", "f32[8]", "%p", f", {written}, to_apply=%add", root=False)
+    assert operation.groups == groups
+    assert operation.group_size == (len(groups[0]) if groups else 0)
+
+
+def torus(*sides, wraps):
+    """Return chips numbered along the last side first."""
+    return Torus(np.stack(np.unravel_index(range(math.prod(sides)), sides), axis=1), sides, wraps)
+
+
+def test_links_between_the_chips_of_a_group():
+    line, ring = (torus(4, 4, 4, wraps=(wraps,) * 3) for wraps in (False, True))
+    assert line.hops([range(4)]) == 3 and ring.hops([range(4)]) == 2
+    assert line.hops([range(64)]) == 9 and ring.hops([range(64)]) == 6
+    assert ring.hops([range(32)]) == 2 + 2 + 1  # of 2 x 4 x 4
+    assert ring.hops([(0, 1), (1, 2), (3, 0)]) == 1 and line.hops([(0, 1), (1, 2), (3, 0)]) == 3
+    assert ring.hops([]) == 0
+
+
+def test_a_collective_takes_longer_over_a_longer_way():
+    """On a ring of 8 an all-gather goes 4 links; an all-reduce twice as far. Each after the first takes 3 s."""
+    text = """
+  %p = f32[8]{0} parameter(0)
+  %g = f32[64]{0} all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}
+  %h = f32[16]{0} all-gather(%p), replica_groups=[4,2]<=[8], dimensions={0}
+  ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=[1,8]<=[8], to_apply=%add"""
+    machine = costs_lib.Machine(torus=torus(1, 1, 8, wraps=(False, False, True)))
+    program = costs_lib.CostedProgram(f"ENTRY %main (p: f32[]) -> f32[] {{{text}\n}}\n", machine=machine)
+    rates = costs_lib.Rates(1, 1e30, 1e30, collective=10.0, hop=3.0)
+    assert [c.seconds(rates) for c in program.costs().operations] == [10 + 3 * 3, 10, 10 + 7 * 3]
+    assert module(text).costs().executed(rates) == 30  # of an unknown slice
+
+
+BETWEEN = 'is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="all-reduce_0",KIND}'
+TWO_SLICES = f"""HloModule m, is_scheduled=true
+
+ENTRY %main (p: f32[8], x: f32[16]) -> f32[16] {{
+  %p = f32[8]{{0}} parameter(0)
+  %x = f32[16]{{0}} parameter(1)
+  %t = token[] after-all()
+  %s = (f32[8]{{0}}, u32[]{{:S(2)}}, token[]) send(%p, %t), channel_id=2, {BETWEEN}
+  %v = (f32[8]{{0}}, u32[]{{:S(2)}}, token[]) recv(%t), channel_id=1, {BETWEEN}
+MIDDLE
+  %e = token[] send-done(%s), channel_id=2, is_host_transfer=true
+  %d = (f32[8]{{0}}, token[]) recv-done(%v), channel_id=1, is_host_transfer=true
+  %o = f32[8]{{0}} get-tuple-element(%d), index=0
+  ROOT %r = f32[16]{{0}} negate(%x)
+}}
+""".replace("KIND", '_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"')
+
+
+@pytest.mark.parametrize("negations", [0, 1, 3])
+def test_the_network_between_slices(negations):
+    """Of 4 slices: a chip sends 2 · 3/4 of 32 bytes, 48, in 3 s; it is read and written once, 0.5 s each, before.
+
+    A negation hides 2 s of it.
+    """
+    middle = "\n".join(f"  %n{i} = f32[16]{{0}} negate(%x)" for i in range(negations))
+    text = TWO_SLICES.replace("MIDDLE", middle)
+    program = costs_lib.CostedProgram(text, machine=costs_lib.Machine(slices=4))
+    costs = program.costs()
+    assert (costs.sent, costs.dcn) == (0, 48)
+    assert costs.by_group() == {("all-reduce between slices", 4): (1, 48, "")}
+    rates = costs_lib.Rates(1e30, 64.0, 1e-30, operation=0.1, collective=1e9, dcn=16.0)
+    assert costs.executed(rates) == pytest.approx(1 + 2 * negations + 2)
+    assert program.elapsed(rates) == pytest.approx(0.5 + max(3, 0.5 + 2 * negations) + 2)
+
+
+def test_transfers_between_slices_queue():
+    """Two of 3 s each, both begun within 0.2 s: the second arrives after 6 s."""
+    body = TWO_SLICES.replace("MIDDLE", "")
+    twice = [line.replace("%s ", "%s2 ").replace("%v ", "%v2 ").replace('0"', '1"') for line in body.splitlines()]
+    starts = [line for line in twice if "%s2 " in line or "%v2 " in line]
+    ends = ["  %d2 = (f32[8]{0}, token[]) recv-done(%v2), channel_id=3, is_host_transfer=true"]
+    lines = body.splitlines()
+    lines[7:7], lines[-4:-4] = starts, ends
+    program = costs_lib.CostedProgram("\n".join(lines), machine=costs_lib.Machine(slices=4))
+    rates = costs_lib.Rates(1e30, 1e30, 1e30, dcn=16.0)
+    assert program.costs().dcn == 96
+    assert program.elapsed(rates) == pytest.approx(6)
+
+
+@pytest.mark.parametrize(("cycles", "seconds"), [(None, 1.024), (3000, 1.024), (3100, 3.1)])
+def test_work_on_vectors_that_bytes_do_not_explain(cycles, seconds):
+    """Negating 128 numbers moves 1024 bytes; an estimate beyond three times their time is taken for it."""
+    config = f', backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}' if cycles else ""
+    text = f"  %p = f32[128]{{0}} parameter(0)\n  ROOT %n = f32[128]{{0}} negate(%p){config}"
+    (cost,) = module(text).costs().operations
+    rates = costs_lib.Rates(1, 1e3, 1, operation=0.5, cycle=1e-3)
+    assert cost.seconds(rates) == pytest.approx(seconds)
+    assert cost.bound(rates) == ("vector" if seconds > 3 else "memory")
+
+
+@pytest.mark.parametrize(
+    ("cycles", "bounds", "taken"), [(9000, "1", True), (9000, '"3","1"', False), (9001, "3", True)]
+)
+def test_the_compilers_latency_of_a_window_is_no_work(cycles, bounds, taken):
+    """An operation that is estimated at up to 3000 cycles for each of several windows waits for reads."""
+    config = f'backend_config={{"window_config":{{"estimated_cycles":"{cycles}","iteration_bounds":[{bounds}]}}}}'
+    text = f"  %p = f32[128]{{0}} parameter(0)\n  ROOT %n = f32[128]{{0}} negate(%p), {config}"
+    (cost,) = module(text).costs().operations
+    assert cost.seconds(costs_lib.Rates(1, 1e9, 1, operation=0.5, cycle=1.0)) == (cycles if taken else 0.5)
+
+
+def test_an_estimate_near_the_latency_is_latency():
+    text = """
+  %p = f32[2]{0:S(1)} parameter(0)
+  ROOT %n = f32[2]{0:S(1)} negate(%p), backend_config={"window_config":{"estimated_cycles":"CYCLES"}}"""
+    rates = costs_lib.Rates(1, 1, 1, operation=1.0, cycle=1.0)
+    for cycles, seconds, bound in ((0, 1, "latency"), (1, 1, "latency"), (2, 2, "vector")):
+        (cost,) = module(text.replace("CYCLES", str(cycles))).costs().operations
+        assert (cost.seconds(rates), cost.bound(rates)) == (seconds, bound)
+
+
+def test_further_passes_through_buffers():
+    """A rare loop turns as often as its kernels' buffers are used again, and no product in it is needed anew."""
+    inner = """
+%cond (s: (s32[], f32[8,128])) -> pred[] {
+  %s = (s32[], f32[8,128]{1,0}) parameter(0)
+  ROOT %c = pred[] custom-call(%s)
+}
+%body (s: (s32[], f32[8,128])) -> (s32[], f32[8,128]) {
+  %s = (s32[], f32[8,128]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[8,128]{1,0} get-tuple-element(%s), index=1
+  %gmm.1 = f32[8,128]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", backend_config={ESTIMATE}
+  ROOT %r = (s32[], f32[8,128]{1,0}) tuple(%i, %gmm.1)
+}""".replace("ESTIMATE", '"cost_estimate":{"flops":"100","bytes_accessed":"64"}')
+    text = f"""
+  %s = (s32[], f32[8,128]{{1,0}}) parameter(0)
+  ROOT %w = (s32[], f32[8,128]{{1,0}}) while(%s), condition=%cond, body=%body, metadata={{op_name="a/{RARELY}/b"}}"""
+    rates, asked = costs_lib.Rates(10.0, 1e30, 1), []
+
+    def passes(calls):
+        asked.extend(calls)
+        return 0.5
+
+    def work(call):
+        assert call.rare
+        return costs_lib.OpWork(60.0, 0)
+
+    body = f"{inner}\nENTRY %main (p: f32[]) -> f32[] {{{text}\n}}\n"
+    program = costs_lib.CostedProgram(body, kernels={"gmm": work}, passes=passes)
+    costs = program.costs()
+    assert [call.name for call in asked] == ["gmm.1"]
+    assert (costs.flops, costs.executed(rates)) == (0, 0.5 * 6)
+    assert program.elapsed(rates) == 0.5 * 6
+    assert costs_lib.CostedProgram(body).costs().executed(rates) == 0
 
 
 @pytest.mark.parametrize(("cycles", "found"), [("2120", 2120), (str(2**63 - 1), None), (None, None)])

@@ -5,18 +5,23 @@ import itertools
 import math
 from functools import cache
 from statistics import NormalDist
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 from rich.console import Console
 
 from gspo_jax import cli, plan
 from gspo_jax.errors import UserError
 from gspo_jax.lengths import Lengths
 from gspo_jax.planning import decoding, iteration, timeline
+from gspo_jax.planning.cost_records import Cost, Costs, OpWork
 from gspo_jax.planning.decoding import Decoder, Step
 from gspo_jax.planning.iteration import Rate, Recipe, TokenRows
+from gspo_jax.planning.rates import Rates
 from gspo_jax.planning.show import show_iteration
+from gspo_jax.rollout.pages import Pool
 from gspo_jax.training.packing import Packer
 from tests import stepwise
 from tests.tiny import mostly_slow
@@ -96,6 +101,30 @@ def test_a_call_by_hand():
     assert call.sampled.tolist() == [5, 1, 3, 2] and call.steps == 4
     assert call.seconds == (10 + 4) + (10 + 6) + (10 + 6) + (5 + 5)
     assert call.idle_s == call.waiting_s == 0
+
+
+class Sized(NamedTuple):
+    """What `decode_steps` reads of a setting."""
+
+    config: Any
+    rates: Rates
+    decoder_size: tuple[int, Pool]
+
+
+def test_links_and_launches_in_a_decode_step():
+    """8 slots of 30 prompt columns and 2 pages of 50; 10 kernels of attention.
+
+    A kernel reads for 5 ms and launches in 1. Everything else takes 20 ms, and 7 ms of links are not hidden.
+    """
+    config = ConfigDict({"data": {"max_prompt_length": 30}, "sampling": {"max_response_length": 90}})
+    rates = Rates(1.0, 1.0, 1.0, launch=1e-3, efficiency=0.5)
+    attention = Cost(10, 0, 0, 0, "custom-call paged_attention.1", "", OpWork(0, 5e-3), "kernel", None, steps=16)
+    rest = Cost(1, 0, 0, 0, "fusion f", "", OpWork(0, 20e-3), "operation", None)
+    costs = Costs((attention, rest), (), {}, ())
+    (step,) = iteration.decode_steps([(costs, costs.executed(rates) + 7e-3)], Sized(config, rates, (8, Pool(50, 16))))
+    assert step["slots"] == 8
+    assert step["fixed_s"] == pytest.approx((10 * 1e-3 + 20e-3) / 0.5 + 7e-3)
+    assert step["key_s"] == pytest.approx(10 * 5e-3 / 0.5 / (8 * 130))
 
 
 @pytest.mark.parametrize("share", [0.9, 0.5])

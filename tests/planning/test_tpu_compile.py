@@ -15,7 +15,7 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gspo_jax.errors import UserError
 from gspo_jax.kernels.row_sums_tpu import ROW_SUMS
@@ -98,6 +98,37 @@ def test_the_tpu_compiler_takes_the_layer():
     assert result["peak_bytes"] < 1.7 * 10**9
 
 
+def between_slices():
+    """Compile sums over two slices of 4 chips each, and return what a chip sends to the other slice and inside."""
+    mesh = topology.topology_mesh("v5p:2x2x1", {"data": 2, "fsdp": -1}, slices=2)
+    spec = PartitionSpec(("data", "fsdp"))
+
+    def sums(x):
+        return jax.lax.psum(x, "data"), jax.lax.psum(x, ("data", "fsdp")), jax.lax.psum(x, "fsdp")
+
+    out = PartitionSpec("fsdp"), PartitionSpec(), PartitionSpec("data")
+    x = jax.ShapeDtypeStruct((2**22 * mesh.size, 128), jnp.float32, sharding=NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh):
+        compiled = topology.lower(jax.shard_map(sums, in_specs=(spec,), out_specs=out), x).compile()
+    machine = costs_lib.Machine(slices=2, torus=topology.torus("v5p:2x2x1", mesh))
+    costs = costs_lib.CostedProgram(compiled.as_text() or "", machine=machine).costs()
+    return {"dcn": costs.dcn, "ici": costs.sent, "kinds": sorted(kind for kind, _ in costs.by_group())}
+
+
+@pytest.mark.slow
+@ahead.needs_libtpu
+def test_sums_between_slices():
+    """The compiler sums a whole array over `data` on the network, and a quarter of it after summing in the slice.
+
+    Of two slices, a chip sends as much as it has; in the slice 2 · 3/4 of it for each of the sums over 4 chips.
+    """
+    found = ahead.figures("tests.planning.test_tpu_compile", "between_slices")
+    size = 4 * 2**22 * 128
+    assert found["dcn"] == pytest.approx((1 + 1 / 4) * size)
+    assert found["ici"] == pytest.approx(2 * 2 * 3 / 4 * size, rel=0.01)
+    assert "all-reduce between slices" in found["kinds"]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -128,4 +159,4 @@ def test_a_slice_may_have_one_chip_or_odd_sides_but_not_any_number():
 
 
 if __name__ == "__main__":
-    print(json.dumps(figures(sys.argv[1])))
+    print(json.dumps(between_slices() if sys.argv[1] == "between_slices" else figures(sys.argv[1])))
