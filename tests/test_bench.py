@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -186,7 +187,7 @@ def test_command() -> None:
 
 
 def test_calibration_writes_rates_that_plan_reads(tmp_path, monkeypatch, capsys) -> None:
-    """The attached devices are these simulated ones; single-device rates and those of links all come out positive."""
+    """The attached devices are these simulated ones: all rates come out positive, and what a CPU lacks as 0."""
     for name, value in (("SIDES", (64,)), ("LARGE", 2**14), ("SENT", 2**10)):
         monkeypatch.setattr(calibration, name, {"cpu": value})
     monkeypatch.setattr(calibration, "MATMUL_S", 0.0)
@@ -194,10 +195,14 @@ def test_calibration_writes_rates_that_plan_reads(tmp_path, monkeypatch, capsys)
     file = tmp_path / "made" / "rates.json"
     assert bench.main([f"--calibrate={file}"]) == 0
     found = rates.read(file, generation="cpu")
-    assert all(0 < getattr(found, name) < float("inf") for name in rates.FIGURES)
+    lacking = {"launch", "grid_step", "cycle"}
+    assert all(0 < getattr(found, name) < float("inf") for name in set(rates.FIGURES) - lacking - {"hop"})
+    assert [getattr(found, name) for name in lacking] == [0, 0, 0] and found.hop >= 0
+    assert found.dcn == found.links
     assert set(found.sources) == set(rates.FIGURES)
     assert f"measured on {len(jax.devices())} x cpu" in found.sources["links"]
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == list(rates.FIGURES)
+    assert found.sources["cycle"] == "a cpu has none that is measured"
     with pytest.raises(UserError, match="has the rates of cpu, not of v5p; measure them on v5p"):
         rates.read(file, generation="v5p")
 
@@ -223,10 +228,42 @@ def test_a_turn_of_a_loop_is_timed_without_its_start(monkeypatch) -> None:
     assert calibration.per_turn(lambda i, x: x, 0.0) == pytest.approx(1)
 
 
+def test_links_of_collectives_are_told_apart_by_group_size(monkeypatch) -> None:
+    """All-gathers over 2, 4 and 8 devices of a ring go 1, 2 and 4 links; here the first takes 5 s and each other 2."""
+    monkeypatch.setattr(calibration, "_on_each", lambda mesh, *_: 5.0 + 2.0 * (mesh.shape["fsdp"] // 2 - 1))
+    first, hop = calibration.collective_latencies(mesh_lib.make_mesh({"data": -1}))
+    assert (first, hop) == (pytest.approx(5), pytest.approx(2))
+    alone = mesh_lib.make_mesh({"data": -1}, devices=jax.devices()[:2])
+    assert calibration.collective_latencies(alone) == (5, 0)
+
+
+def test_overheads_of_kernels(monkeypatch) -> None:
+    """A turn has 16 kernels, of 7 s and 3 s per grid step; the kernels run, here interpreted."""
+    grids = []
+
+    def per_turn(turn, x):
+        jaxpr = str(jax.make_jaxpr(turn)(0, x))
+        grids.append(int(re.search(r"grid=\((\d+),\)", jaxpr)[1]))
+        if grids[-1] == 1:
+            np.testing.assert_array_equal(turn(0, x), np.ones((8, 128)))
+        return 16 * (7.0 + 3.0 * grids[-1])
+
+    monkeypatch.setattr(calibration, "per_turn", per_turn)
+    launch, step = calibration.kernel_overheads(jax.devices()[0], interpret=True)
+    assert grids == [1, calibration.GRID]
+    assert (launch, step) == (pytest.approx(7), pytest.approx(3))
+
+
+def test_cycles_without_an_estimate() -> None:
+    assert calibration.cycle(jax.devices()[0]) is None
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"links": 0}, "links is 0.0, not a positive number"),
+        ({"hop": -1}, "hop is -1.0, not a positive number"),
+        ({"grid_step": None}, "cannot be used"),
         ({"operation": "fast"}, "cannot be used"),
         ({"generation": "v4"}, "has the rates of v4, not of v5p"),
         (None, "cannot be used"),
@@ -236,6 +273,13 @@ def test_rates_that_cannot_be_used(change, says, tmp_path) -> None:
     file = tmp_path / "rates.json"
     rates.write(file, rates.assumed("v5p"), generation="v5p")
     assert rates.read(file, generation="v5p") == rates.assumed("v5p")
+    old = json.loads(file.read_text())
+    del old["grid_step"]  # of a version without
+    file.write_text(json.dumps(old))
+    with pytest.raises(UserError, match=r"cannot be used \(it has no 'grid_step'\); write it with python -m gspo_"):
+        rates.read(file, generation="v5p")
+    rates.write(file, dataclasses.replace(rates.assumed("v5p"), grid_step=0.0), generation="v5p")
+    assert rates.read(file, generation="v5p").grid_step == 0
     file.write_text("[]" if change is None else json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(UserError, match=says):
         rates.read(file, generation="v5p")

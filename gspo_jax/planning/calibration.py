@@ -1,21 +1,27 @@
 """Measurement of `rates.Rates` on the attached devices.
 
 All but matmuls are timed as the difference between a long and a short device loop, which cancels start and fetch times.
+What the devices do not have stays as assumed: links of a single device, other slices, and anywhere but on a TPU kernels
+and the compiler's estimates.
 """
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspo_jax.errors import UserError
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.planning.rates import Rates, assumed
-from gspo_jax.planning.topology import CHIPS, KINDS
+from gspo_jax.planning.hlo import Module
+from gspo_jax.planning.rates import FIGURES, LATENCIES, Rates, assumed
+from gspo_jax.planning.topology import CHIPS, KINDS, Torus, wraps
 
 SIDES = {"cpu": (512, 1024, 2048), "accelerator": (2048, 4096, 8192)}
 """Sides of the square matrices."""
@@ -30,7 +36,9 @@ SENT = {"cpu": 2**18, "accelerator": 2**24}
 SMALL = (8, 128)
 """Array shape that takes only the latency."""
 UNROLLED = 16
-"""Small operations per loop turn."""
+"""Small operations or kernels per loop turn."""
+GRID = 4096
+"""Grid steps of the longer kernel."""
 
 
 def kind_of(device: Any) -> str:
@@ -111,13 +119,81 @@ def _on_each(mesh: Mesh, body: Callable[[Any, Any], Any], elements: tuple[int, .
         return per_turn(jax.shard_map(body, in_specs=(PartitionSpec(), spec), out_specs=spec), x)
 
 
-def collective_latency(mesh: Mesh) -> float:
-    """Measure the seconds of a small all-reduce over all devices."""
+def collective_latencies(mesh: Mesh) -> tuple[float, float]:
+    """Measure the seconds of a small all-gather between neighbours, and of each further link on its longest way.
 
-    def body(_: Any, x: Any) -> Any:
-        return jax.lax.pcast(jax.lax.psum(x, mesh_lib.AXES), mesh_lib.AXES, to="varying") / mesh.devices.size
+    A least-squares line through groups of 2, 4, … and of all devices, neighbours in the mesh's order.
+    """
+    count = mesh.devices.size
+    sizes = sorted({2**i for i in range(1, count.bit_length()) if count % 2**i == 0} | {count})
+    hops, seconds = [], []
+    for size in sizes:
+        split = Mesh(mesh.devices.reshape(count // size, size, 1, 1), mesh_lib.AXES, axis_types=mesh.axis_types)
 
-    return _on_each(mesh, body, SMALL)
+        def body(turn: Any, x: Any, split: Mesh = split) -> Any:
+            whole = jax.lax.all_gather(x, "fsdp", axis=0, tiled=True)
+            return jax.lax.dynamic_slice_in_dim(whole, turn % split.shape["fsdp"], 1)
+
+        hops.append(_longest_way(split.devices[0].flat, mesh.devices.flat))
+        seconds.append(_on_each(split, body, SMALL))
+    if len(set(hops)) == 1:
+        return seconds[-1], 0.0
+    hop, first = np.polyfit(np.array(hops) - 1, seconds, 1)
+    return max(float(first), 0.0), max(float(hop), 0.0)
+
+
+def _longest_way(group: Iterable[Any], devices: Iterable[Any]) -> int:
+    """Return the most links between two of a group's devices: on the torus of a TPU slice, else in a ring."""
+    members, every = list(group), list(devices)
+    if every[0].platform != "tpu":
+        return len(members) // 2
+    at = np.array([device.coords for device in every])
+    sides = tuple((at.max(axis=0) + 1).tolist())
+    return Torus(at, sides, wraps(generation(every[0]), sides)).hops([[every.index(device) for device in members]])
+
+
+def kernel_overheads(device: Any, *, interpret: bool = False) -> tuple[float, float]:
+    """Measure the seconds of a Pallas kernel that does nothing, and of a grid step more.
+
+    Every step has the same block, which is read and written once.
+    """
+
+    def seconds(steps: int) -> float:
+        call = pl.pallas_call(
+            lambda _, out: out.__setitem__(..., jnp.ones_like(out)),
+            out_shape=jax.ShapeDtypeStruct(SMALL, jnp.float32),
+            grid=(steps,),
+            in_specs=[pl.BlockSpec(SMALL, lambda i: (0, 0))],
+            out_specs=pl.BlockSpec(SMALL, lambda i: (0, 0)),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+            interpret=interpret,
+        )
+
+        def turn(_: Any, x: Any) -> Any:
+            for _ in range(UNROLLED):
+                x = call(x)
+            return x
+
+        return per_turn(turn, jax.device_put(jnp.ones(SMALL, jnp.float32), device)) / UNROLLED
+
+    launch, long = seconds(1), seconds(GRID)
+    step = max(long - launch, 0.0) / (GRID - 1)
+    return max(launch - step, 0.0), step
+
+
+def cycle(device: Any) -> float | None:
+    """Measure the seconds per cycle that the compiler estimates for work on vectors; None without an estimate."""
+    x = jax.device_put(jnp.full((1024, SMALL[1]), 0.5, jnp.float32), device)
+
+    def work(x: Any) -> Any:
+        for _ in range(4 * UNROLLED):
+            x = jnp.tanh(x) + 0.25
+        return x
+
+    text = jax.jit(work).lower(x).compile().as_text() or ""
+    found = (operation.cycles for inside in Module(text).computations.values() for operation in inside.values())
+    estimated = sum(cycles for cycles in found if cycles)
+    return per_turn(lambda _, x: jax.lax.optimization_barrier(work(x)), x) / estimated if estimated else None
 
 
 def links(mesh: Mesh) -> float:
@@ -138,7 +214,7 @@ def generation(device: Any) -> str:
 
 
 def measure(mesh: Mesh) -> Rates:
-    """Measure the attached devices. A single device keeps assumed link figures.
+    """Measure the attached devices. What they do not have keeps its assumed figure.
 
     Raises:
       UserError: there is one device, without assumed figures.
@@ -154,9 +230,21 @@ def measure(mesh: Mesh) -> Rates:
         "operation": operation_latency(device),
     }
     if count > 1:
-        found |= {"links": links(mesh), "collective": collective_latency(mesh)}
+        found["links"] = links(mesh)
+        found["collective"], found["hop"] = collective_latencies(mesh)
+    if device.platform == "tpu":
+        found["launch"], found["grid_step"] = kernel_overheads(device)
+        if (seconds := cycle(device)) is not None:
+            found["cycle"] = seconds
     sources = dict.fromkeys(found, here)
-    for name in {"links", "collective"} - found.keys():
-        found[name], sources[name] = getattr(assumed(kind), name), assumed(kind).sources[name]
-    sources["efficiency"] = "assumed: measured rates are attained, and nothing is known of losses beyond them"
-    return Rates(**found, efficiency=1.0, sources=sources)
+    others: dict[str, tuple[float, str]]
+    if kind in CHIPS:
+        published = assumed(kind)
+        others = {name: (getattr(published, name), published.sources[name]) for name in FIGURES}
+    else:
+        others = dict.fromkeys(LATENCIES, (0.0, f"a {kind} has none that is measured"))
+        others["dcn"] = found["links"], "as links: there are no slices"
+    others["efficiency"] = 1.0, "assumed: measured rates are attained, and nothing is known of losses beyond them"
+    for name in others.keys() - found.keys():
+        found[name], sources[name] = others[name]
+    return Rates(**found, sources=sources)
