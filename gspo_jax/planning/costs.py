@@ -340,6 +340,7 @@ def _sent(kind: str, group: int, size: float) -> float:
         "all-reduce": 2 * others * size,
         "collective-permute": size,
         "collective-broadcast": size,
+        "one-to-one": size,
     }.get(kind, others * size)
 
 

@@ -443,6 +443,15 @@ def test_the_network_between_slices(negations):
     assert program.elapsed(rates) == pytest.approx(0.5 + max(3, 0.5 + 2 * negations) + 2)
 
 
+@pytest.mark.parametrize(
+    ("kind", "sent"), [("ALL_REDUCE", 48), ("ALL_GATHER", 96), ("REDUCE_SCATTER", 24), ("ONE_TO_ONE", 32)]
+)
+def test_what_a_chip_sends_to_three_other_slices(kind, sent):
+    text = TWO_SLICES.replace("MIDDLE", "").replace("ALL_REDUCE", kind)
+    costs = costs_lib.CostedProgram(text, machine=costs_lib.Machine(slices=4)).costs()
+    assert costs.dcn == sent
+
+
 def test_transfers_between_slices_queue():
     """Two of 3 s each, both begun within 0.2 s: the second arrives after 6 s."""
     body = TWO_SLICES.replace("MIDDLE", "")
