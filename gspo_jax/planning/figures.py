@@ -80,7 +80,7 @@ def warnings(costs: costs_lib.Costs, setting: Setting) -> list[str]:
     reduced = [
         (times * t.bytes, t.scope)
         for times, t in costs.collectives
-        if t.kind == "all-reduce" and t.group == setting.mesh.size > 1 and times * t.bytes > MUCH
+        if t.kind == "all-reduce" and t.group == setting.mesh.size // setting.slices > 1 and times * t.bytes > MUCH
     ]
     if reduced:
         sent = sum(size for size, _ in reduced) / 1e9
