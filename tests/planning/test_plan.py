@@ -18,6 +18,7 @@ from gspo_jax.models.published import find
 from gspo_jax.parallel.mesh import make_mesh
 from gspo_jax.planning import costs, cycles, executed, hlo, loads, memory, rates, topology
 from gspo_jax.planning.ahead import LiveBuffer
+from gspo_jax.planning.figures import warnings
 from gspo_jax.planning.setting import Setting
 from gspo_jax.planning.show import cycles_table
 from gspo_jax.rollout.sampling import StopRule
@@ -199,6 +200,17 @@ def test_executed_grouped_matmuls_of_the_busiest_shard(slots, room):
     more = executed.passes(recipe, "sample_decode")([call._replace(name="row_sums_16.1"), call])
     assert more == pytest.approx(len(passes[True]) / loads.DRAWS, abs=0.01)
     assert executed.passes(recipe, "sample_decode")([]) == 0
+
+
+def test_warnings_of_collectives_and_kernels():
+    """Two slices of 4 chips: 3 GB of all-reduces over 4 are over a whole slice, over 2 they are not."""
+    both = setting(prompts=8, slices=2)
+    for group, count in ((4, 1), (2, 0)):
+        traffic = costs.Traffic("all-reduce", group, 3e9, "a/b")
+        said = warnings(costs.Costs((), ((1.0, traffic),), {}, ()), both)
+        assert len(said) == count and all("3.0 GB of all-reduces over the whole slice (a/b)" in one for one in said)
+    (said,) = warnings(costs.Costs((), (), {}, (), unsized=("swept",)), both)
+    assert said == "grids known only at run time are counted as one step: swept"
 
 
 TEXT = """HloModule m
