@@ -35,6 +35,8 @@ Main = Callable[[ConfigDict], int | None]
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 """Options of glibc's `mallopt`, from malloc.h."""
+_HUGE, _MADV_HUGEPAGE = 2**21, 14
+"""Size of a huge page, a multiple of smaller ones, and Linux's request for them."""
 
 
 def run(main: Main, name: str, *, default: ConfigDict | None = None) -> None:
@@ -172,7 +174,7 @@ def reuse_memory() -> None:
     thread allocates memory: thread arenas cannot be taken back.
 
     Freed memory returns to the system around each compilation. Otherwise peak memory would be the sum of the largest
-    compilation and the data.
+    compilation and the data. What is allocated next gets huge pages, where the kernel gives them to those who ask.
     """
     try:
         library = ctypes.CDLL(None)
@@ -181,9 +183,29 @@ def reuse_memory() -> None:
         return
     for option, value in ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1)):
         tune(option, value)
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: trim(0) if event.startswith("/jax/core/compile/") else None
-    )
+    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+    library.free.argtypes = (ctypes.c_void_p,)
+    library.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    _ask_for_huge_pages(library)
+
+    def compiled(event: str, *_: Any, **__: Any) -> None:
+        if event.startswith("/jax/core/compile/"):
+            trim(0)
+            _ask_for_huge_pages(library)
+
+    jax.monitoring.register_event_duration_secs_listener(compiled)
+
+
+def _ask_for_huge_pages(library: ctypes.CDLL) -> None:
+    """Reserve addresses above the heap, advise huge pages there, and leave them to the next allocations.
+
+    Nothing is touched, so that no memory is taken.
+    """
+    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    if block := library.malloc(size):
+        first = -(-block // _HUGE) * _HUGE
+        library.madvise(first, block + size - first, _MADV_HUGEPAGE)
+        library.free(block)
 
 
 def write_facts(file: str | Path | None, facts: dict[str, Any]) -> None:

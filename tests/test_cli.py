@@ -1,5 +1,6 @@
 """Errors for mistyped flags and configs that cannot run: one sentence with value, limit and remedy."""
 
+import itertools
 import logging
 import os
 import subprocess
@@ -378,3 +379,30 @@ def test_no_import_gives_a_thread_memory_of_its_own():
     code = "import ctypes, gspo_jax.train, gspo_jax.coldstart, gspo_jax.noise; ctypes.CDLL(None).malloc_stats()"
     said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stderr
     assert said.count("Arena ") == 1, said
+
+
+def huge_pages_are_given() -> bool:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return setting.exists() and "[never]" not in setting.read_text()
+
+
+@pytest.mark.skipif(not huge_pages_are_given(), reason="the kernel gives no huge pages")
+def test_what_is_allocated_next_gets_huge_pages():
+    """Before a compilation and after it."""
+    code = r"""
+import pathlib, re, jax
+from gspo_jax import cli
+def huge(): return int(re.search(r"AnonHugePages: *(\d+) kB", pathlib.Path("/proc/self/smaps_rollup").read_text())[1])
+cli.reuse_memory()
+seen, kept = [huge()], []
+for _ in range(2):
+    kept.append(b"x" * 2**26)
+    seen.append(huge())
+    jax.jit(lambda x: x + 1)(1)
+    kept.append(b"x" * 2**26)
+    seen.append(huge())
+print(*seen)
+"""
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    seen = [int(size) / 2**16 for size in said.split()]
+    assert all(later - sooner > 0.8 for sooner, later in itertools.pairwise(seen)), seen
