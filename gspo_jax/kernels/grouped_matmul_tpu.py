@@ -413,8 +413,9 @@ def gated_transposed(
 
     `grads` are of that output times `down`. Other arguments and errors as in `matmuls_transposed`.
     """
-    *outs, d_shares = _products((grads,), (down,), group_sizes, transposed=True, shares=shares, pair=pair, **options)
-    return *outs, d_shares.sum(axis=0).reshape(-1)[: len(shares)]
+    own: Any = {"transposed": True, "shares": shares, "pair": pair, **options}
+    d_gated, d_raised, hidden, d_shares = _products((grads,), (down,), group_sizes, **own)
+    return d_gated, d_raised, hidden, d_shares.sum(axis=0).reshape(-1)[: len(shares)]
 
 
 def _outer_kernel(group: Any, tile: Any, first: Any, end: Any, rows: Any, grads: Any, out: Any, total: Any) -> None:

@@ -86,7 +86,7 @@ def _visits_kernel(
             kind[v] = jnp.where(some, jnp.where(whole & (j < i), _FULL, bits), _EMPTY)
             return v + 1
 
-        v = jax.lax.fori_loop(*of_prompt, write, v)
+        v = jax.lax.fori_loop(of_prompt[0], of_prompt[1], write, v)
         return jax.lax.fori_loop(of_own, i + 1, write, v)
 
     count[0] = jax.lax.fori_loop(0, first.shape[1] // n, one, jnp.int32(0))
@@ -485,7 +485,8 @@ def _attend_backward(rows: _Rows, residuals: tuple[Array, ...], grads: Array) ->
     )
     d_keys = d_keys.reshape(-1, rows.shared, 2, M, width).sum(axis=1)
     dk, dv = (d_keys[:, 0] * rows.scale).astype(k.dtype), d_keys[:, 1].astype(v.dtype)
-    return dq, *(jnp.swapaxes(x, 0, 1).reshape(k.shape) for x in (dk, dv)), None
+    dk, dv = (jnp.swapaxes(x, 0, 1).reshape(k.shape) for x in (dk, dv))
+    return dq, dk, dv, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
