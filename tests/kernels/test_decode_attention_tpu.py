@@ -1,100 +1,134 @@
-"""The TPU kernel for attention over the decode ring, in interpret mode on CPU, matches the plain XLA loop."""
+"""The TPU kernel for attention over prompts and pages, in interpret mode on CPU, matches a float64 oracle."""
 
-import itertools
-from functools import partial
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax.kernels import attention, decode_attention_tpu
-from gspo_jax.kernels.kv import head_bytes
+from gspo_jax.kernels import decode_attention_tpu
+from gspo_jax.kernels.decode_attention_tpu import Visits, paged_attention
+from gspo_jax.kernels.kv import KV, ScaledKV
 from gspo_jax.models.cache import stored
+from tests.kernels.decode import close
 from tests.tiny import mostly_slow
 
-L, N, B, KV, C, H, G = 2, 3, 4, 2, 32, 16, 2
-"""Layers, ring segments, slots, KV heads, columns per segment, head dimension, and query heads per KV head."""
-RING = N * C
+L, B, P, GROUP, WIDTH = 2, 5, 3, 2, 16
+"""Layers, slots, prompts, query heads per key head, head dimension."""
 
 
-def draw(dtype, cache_dtype=None):
-    rng = np.random.default_rng(0)
-    q = jnp.asarray(rng.standard_normal((B, KV, G, H)), dtype)
-    return q, *(stored(jnp.asarray(x, dtype), cache_dtype) for x in rng.standard_normal((2, L, N, B, KV, C, H)))
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Sizes of a cache, and its dtypes."""
+
+    prompt: int
+    """Columns of the longest prompt, S."""
+    page: int
+    """Columns of a page, C."""
+    pages: int
+    """Pages per slot, W."""
+    dtype: str = "float32"
+    cache: str | None = None
+    columns: int = 1024
+    """Columns of a visit."""
+    cores: int = 1
+    keys: int = 2
+    """Key heads."""
 
 
-@partial(jax.jit, static_argnames="block")
-def kernel(q, k, v, step, ages, block):
-    """Run the kernel on layer 1; `block` is static so that each block size is compiled once."""
-    del block
-    return decode_attention_tpu.ring_softmax(q, k, v, layer=jnp.asarray(1), step=step, ages=ages, interpret=True)
+def float64(x: KV) -> np.ndarray:
+    """Return what the cache stands for."""
+    if isinstance(x, ScaledKV):
+        return np.asarray(x.values, np.float64) * np.asarray(x.scale, np.float64)[..., None]
+    return np.asarray(x, np.float64)
 
 
-@pytest.mark.parametrize(
-    ("block", "dtype", "cache_dtype"),
-    mostly_slow(
-        [
-            *itertools.product([16, 32], ["float32", "bfloat16"], [None]),
-            (16, "float32", "int8"),
-            (32, "bfloat16", "int8"),
-        ],
-        always=[(16, "float32", None), (32, "bfloat16", None), (16, "float32", "int8")],
-    ),
-)
-def test_the_kernel_equals_the_loop_over_segments(block, dtype, cache_dtype, monkeypatch):
-    """Covers a ring that is filling, full and wrapped around; slots of mixed ages, one idle slot, equal ages."""
-    q, k, v = draw(dtype, cache_dtype)
-    column = KV * head_bytes(H, cache_dtype or dtype, scaled=cache_dtype is not None)
-    monkeypatch.setattr(decode_attention_tpu, "_BLOCK_BYTES", block * column)
-    monkeypatch.setattr(decode_attention_tpu, "_LANES", 16)
-    assert decode_attention_tpu.block_columns(C, column, scaled=cache_dtype is not None) == block
-    zero, lowest = jnp.zeros((B, KV, G, 1)), jnp.full((B, KV, G, 1), attention._MASKED / 10)
-    none = attention._PartialSoftmax(jnp.zeros((B, KV, G, H)), lowest, zero)
-    loop = jax.jit(partial(attention._attend_own_tokens, none, q, k, v, jnp.asarray(1)))
-    rng = np.random.default_rng(1)
-    for step in (0, 3, C, RING - 1, RING + 3, 5 * RING + 17):
-        oldest = min(step + 1, RING)
-        for ages in (rng.integers(1, oldest + 1, B), np.array([0, 1, oldest, oldest]), np.full(B, oldest)):
-            ours = attention._PartialSoftmax(*kernel(q, k, v, jnp.asarray(step), jnp.asarray(ages), block))
-            theirs = loop(jnp.asarray(step), jnp.asarray(ages))
-            for a, b in zip(ours, theirs, strict=True):
-                assert np.isfinite(a).all()
-                tolerance = 1e-5 if dtype == "float32" else 2e-2
-                np.testing.assert_allclose(a[ages > 0], b[ages > 0], rtol=tolerance, atol=tolerance)
+def check(case, monkeypatch, ages, lengths, chosen):
+    """Compare outputs and pools of layer 1 with the oracle: every live column once, and no other page changed."""
+    rng, pages, kv = np.random.default_rng(0), B * case.pages + 3, case.keys
+    H = GROUP * kv
+    column = 2 * kv * (WIDTH + 4 if case.cache else WIDTH * jnp.dtype(case.dtype).itemsize)
+    monkeypatch.setattr(decode_attention_tpu, "_BLOCK_BYTES", case.columns * column)
+    monkeypatch.setattr(decode_attention_tpu, "LANES", 16)
+    monkeypatch.setattr(decode_attention_tpu, "cores", lambda: case.cores)
+
+    def draw(*shape):
+        return stored(jnp.asarray(rng.standard_normal(shape), case.dtype), case.cache)
+
+    heads = jnp.asarray(rng.standard_normal((H + 2 * kv, B, WIDTH)), case.dtype).astype(jnp.float32)
+    prompt = tuple(draw(L, P, kv, case.prompt, WIDTH) for _ in range(2))
+    pools = tuple(draw(L, pages, kv, case.page, WIDTH) for _ in range(2))
+    table = rng.permutation(pages)[: B * case.pages].reshape(B, case.pages)
+    ages, lengths, chosen = (jnp.asarray(x, jnp.int32) for x in (ages, lengths, chosen))
+
+    @jax.jit
+    def run(heads, prompt, pools, layer):
+        visits = Visits.of(prompt[0], lengths, pools[0], jnp.asarray(table, jnp.int32), chosen, ages)
+        return paged_attention(heads, prompt, pools, visits, layer=layer, dtype=jnp.dtype(case.dtype), interpret=True)
+
+    out, written = run(heads, prompt, pools, jnp.asarray(1))
+    assert out.shape == (B + 1, H, WIDTH)
+    expected = [float64(x) for x in pools]
+    for b in np.flatnonzero(ages):
+        at, column = divmod(int(ages[b]) - 1, case.page)
+        for pool, first in zip(expected, (H, H + kv), strict=True):
+            new = heads[first : first + kv, b].astype(case.dtype)
+            pool[1, table[b, at], :, column] = float64(stored(new, case.cache))
+        keys, values = (
+            np.concatenate(
+                [float64(x)[1, chosen[b], :, : lengths[chosen[b]]]]
+                + [pool[1, table[b, t // case.page], :, t % case.page][:, None] for t in range(ages[b])],
+                axis=1,
+            )
+            for x, pool in zip(prompt, expected, strict=True)
+        )
+        for head in range(H):
+            own = head // GROUP
+            scores = keys[own] @ np.asarray(heads[head, b], np.float64) / np.sqrt(WIDTH)
+            weights = np.exp(scores - scores.max())
+            close(out[b, head], weights @ values[own] / weights.sum(), case.dtype)
+    for found, pool in zip(written, expected, strict=True):
+        np.testing.assert_allclose(float64(found), pool, rtol=0, atol=1e-6)
 
 
-def test_blocks_that_no_slot_sees_are_not_read():
-    """Two of three segments hold NaN; every output is finite, so they were never read."""
-    q, k, v = draw("float32")
-    k, v = (x.at[:, [0, 2]].set(jnp.nan) for x in (k, v))
-    out = kernel(q, k, v, jnp.asarray(2 * C - 1), jnp.asarray([0, 1, 7, C]), C)
-    for x in out:
-        assert np.isfinite(x).all()
+CASES = [
+    Case(prompt=5, page=8, pages=3),
+    Case(prompt=32, page=8, pages=5, columns=16),
+    Case(prompt=32, page=8, pages=5, columns=16, cores=2, keys=1),
+    Case(prompt=32, page=8, pages=3, cache="int8", columns=16),
+    Case(prompt=32, page=32, pages=3, dtype="bfloat16"),
+    Case(prompt=32, page=64, pages=2, dtype="bfloat16", cache="int8", columns=32, cores=2, keys=1),
+]
 
 
-def test_decoding_takes_the_kernel_on_tpu(monkeypatch):
-    """On TPU, `decode_attention` over prompts and own tokens, one softmax, equals the portable form to 1e-5."""
-    q, k, v = draw("float32")
-    rng = np.random.default_rng(2)
-    prompt_k, prompt_v = (jnp.asarray(x, jnp.float32) for x in rng.standard_normal((2, L, 2, KV, 5, H)))
-    arrays = (q.reshape(B, KV * G, H), prompt_k, prompt_v, jnp.asarray([5, 2]), k, v)
-    where = {"layer": jnp.asarray(1), "step": jnp.asarray(40), "ages": jnp.asarray([1, 41, 9, 30]), "rows": None}
-    expected = jax.jit(attention.decode_attention)(*arrays, **where)
-    monkeypatch.setattr(attention, "platform", lambda: "tpu")
-    interpreted = partial(decode_attention_tpu.ring_softmax, interpret=True)
-    monkeypatch.setattr(decode_attention_tpu, "ring_softmax", interpreted)
-    got = jax.jit(lambda *x: attention.decode_attention(*x, **where))(*arrays)
-    np.testing.assert_allclose(got, expected, atol=1e-5)
+@pytest.mark.parametrize("case", mostly_slow(CASES, always=CASES[2:3] + CASES[5:]))
+def test_the_kernel_equals_the_oracle(case, monkeypatch):
+    """Pages in random order; ages of 0, 1, a whole page, one more, and the limit; prompts of 1 token and of S."""
+    limit = case.page * case.pages
+    lengths, chosen = [case.prompt, 1, case.prompt - 2], [1, 0, 1, 2, 0]
+    check(case, monkeypatch, [1, case.page + 1, 0, limit, case.page], lengths, chosen)
 
 
-@pytest.mark.parametrize(("size", "columns"), [(448, 448), (4096, 1024), (64 * 37, 592), (50, 50)])
-def test_blocks_divide_a_segment(size, columns):
-    """Four bfloat16 heads of 128: 1024 columns take 2^20 bytes. 64 · 37 = 2368 = 4 · 592."""
-    assert decode_attention_tpu.block_columns(size, 4 * 128 * 2) == columns
+@pytest.mark.parametrize("cores", mostly_slow([1, 2], always=[]))
+@pytest.mark.parametrize("age", mostly_slow([0, 9], always=[]))
+def test_idle_slots_change_nothing(age, cores, monkeypatch):
+    """All slots idle, or all but one: with two cores, one has nothing to do."""
+    check(Case(prompt=5, page=8, pages=2, cores=cores), monkeypatch, [0, 0, age, 0, 0], [5, 1, 3], [0, 1, 1, 2, 0])
 
 
-@pytest.mark.parametrize(("size", "columns"), [(448, 448), (4096, 1024), (128 * 37, 128), (64 * 37, 64 * 37)])
-def test_blocks_with_scales_are_whole_lanes(size, columns):
-    """Or all of a segment, where no number of whole lanes divides it."""
-    assert decode_attention_tpu.block_columns(size, 4 * (128 + 4), scaled=True) == columns
+@pytest.mark.parametrize("cores", [1, 2])
+def test_visits_are_the_live_blocks(cores, monkeypatch):
+    """Prompts of 20 and 3 columns in blocks of 16, pages of 8 two at a time; the newest column needs no visit.
+
+    By prompt, slots are 1 (prompt 0: 2 blocks; 17 old columns: 2 visits), 3 (2 blocks; none), 0 (prompt 1: 1 block; 8
+    columns: 1 visit); slot 2 is idle. The first core takes slots up to the middle of the 8 visits.
+    """
+    monkeypatch.setattr(decode_attention_tpu, "_BLOCK_BYTES", 16 * 2 * 4 * 16)
+    monkeypatch.setattr(decode_attention_tpu, "cores", lambda: cores)
+    prompts, pool = jnp.zeros((1, 2, 1, 32, 16)), jnp.zeros((1, 9, 1, 8, 16))
+    table, ages = jnp.zeros((4, 5), jnp.int32), jnp.asarray([9, 18, 0, 1])
+    visits = Visits.of(prompts, jnp.asarray([20, 3]), pool, table, jnp.asarray([1, 0, 1, 0]), ages)
+    assert visits.slot[:8].tolist() == [1, 1, 1, 1, 3, 3, 0, 0]
+    assert visits.number[:8].tolist() == [0, 1, 2, 3, 0, 1, 0, 1]
+    assert visits.begins.tolist() == [0, 4][:cores] and visits.ends.tolist() == [4, 8][-cores:]

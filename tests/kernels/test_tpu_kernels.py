@@ -5,6 +5,7 @@ Compiled ahead of time for a slice that is not attached, in its own process. To 
     JAX_PLATFORMS=cpu python -m tests.kernels.test_tpu_kernels v5p:2x2x1
 """
 
+import functools
 import json
 import re
 import sys
@@ -17,7 +18,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gspo_jax.kernels.adapted_matmul import LowRank, adapted_matmuls
-from gspo_jax.kernels.decode_attention_tpu import ring_softmax
+from gspo_jax.kernels.decode_attention_tpu import Visits, paged_attention
+from gspo_jax.kernels.decode_experts_tpu import experts_sum, packed_width
+from gspo_jax.kernels.decode_mlp_tpu import mlp
+from gspo_jax.kernels.decode_output_tpu import RouteLog, Router, output_and_routes
+from gspo_jax.kernels.decode_qkv_tpu import heads
+from gspo_jax.kernels.decode_tpu import Adapter, Stacked
 from gspo_jax.kernels.grouped_matmul import Scaled, grouped_matmuls
 from gspo_jax.kernels.kv import ScaledKV
 from gspo_jax.kernels.packed_attention import Spans, packed_attention
@@ -38,8 +44,13 @@ ROWS = {"many": 65536, "few": 64, "odd": 1000}
 """Rows of a grouped matmul: of an update, of a decode step, and a number that is no multiple of a tile."""
 PACKED = {"long": 16384, "odd": 1000}
 """Tokens per packed row; the second number is no multiple of a block."""
-RINGS = {"long": 4096, "odd": 50}
-"""Columns per ring segment."""
+MODELS = {
+    "30B": (2048, 32, 4, 128, 128, 768, 16, 512),
+    "30B, many": (2048, 32, 4, 128, 128, 768, 112, 7168),
+    "235B": (4096, 64, 4, 128, 128, 1536, 16, 512),
+    "1.7B": (2048, 32, 32, 64, 0, 8192, 64, 64),
+}
+"""Hidden size, query heads, key heads, their width, experts, F, slots, and gathered tokens, of a decode step."""
 
 
 def with_gradients(f, *arguments, grads):
@@ -175,7 +186,7 @@ def experts_swiglu(target, name, dtype):
         return read(topology.lower(backward, x, share, wide, wide, tall, sizes, x).compile())
 
 
-def heads(target, name, dtype):
+def turned(target, name, dtype):
     """Compile the norm and rotation of one row's heads per chip."""
     mesh, tokens = topology.topology_mesh(target, {"fsdp": -1}), PACKED[name]
     one, spec = of_mesh(mesh), PartitionSpec(mesh_lib.BATCH_AXES)
@@ -203,30 +214,72 @@ def sums(target, name, dtype):
         return read(topology.lower(run, rows, has).compile())
 
 
-def ring(target, name, dtype, cache_dtype=None):
-    """Compile decode attention with 16 slots and half of the KV heads per chip."""
-    mesh, columns = topology.topology_mesh(target, {"fsdp": -1, "tensor": 2}), RINGS[name]
-    chips, one = mesh.size // 2, of_mesh(mesh)
-    q = one((16 * chips, KV_HEADS, HEADS // KV_HEADS, WIDTH), dtype, "batch", "kv_heads")
-    k = one((2, 8, 16 * chips, KV_HEADS, columns, WIDTH), cache_dtype or dtype, None, None, "batch", "kv_heads")
-    keys = k.sharding.spec
-    if cache_dtype is not None:
-        k = ScaledKV(k, one(k.shape[:-1], jnp.float32, None, None, "batch", "kv_heads"))
-    rows, number = one((16 * chips,), jnp.int32, "batch"), one((), jnp.int32)
-    queries = q.sharding.spec
+def stacked(*shape, int8, rank=16):
+    """Return the shapes of a matrix of two layers, in int8 with adapters or in bfloat16."""
 
-    def run(q, k, layer, step, ages):
-        return ring_softmax(q, k, k, layer=layer, step=step, ages=ages)
+    def one(dtype, *shape):
+        return jax.ShapeDtypeStruct((2, *shape), dtype)
 
+    if not int8:
+        return Stacked(one(jnp.bfloat16, *shape))
+    *lead, n, m = shape
+    low = Adapter(one(jnp.bfloat16, *lead, rank, n), one(jnp.bfloat16, *lead, rank, m), 2.0)
+    return Stacked(one(jnp.int8, *shape), one(jnp.float32, *lead, 1, m), low)
+
+
+def decode(target, name, dtype, cache_dtype=None):
+    """Compile the kernels of one layer of a decode step; with `cache_dtype`, all of it in int8, with adapters."""
+    mesh, int8 = topology.topology_mesh(target, {"data": -1}), cache_dtype is not None
+    D, H, Kv, h, E, F, B, N = MODELS[name]
+    matrix, k, held, page, pages = functools.partial(stacked, int8=int8), 8, max(E // 32, 1), 256, 16
+
+    def one(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def keys(*shape):
+        values = one(cache_dtype or dtype, *shape)
+        return ScaledKV(values, one(jnp.float32, *shape[:-1])) if int8 else values
+
+    def run(x, y, scale, q, k_, v, o, turn, norms, routed, cache, visits, packed, experts, layer, active):
+        options = {"layer": layer, "eps": 1e-6}
+        found = heads(x, y, scale, q, k_, v, turn, norms, head_norms="head" if norms else "none", **options)
+        prompt, pools = cache
+        visits = Visits.of(prompt[0], visits[0], pools[0], *visits[1:])
+        attended, pools = paged_attention(found, prompt, pools, visits, layer=layer, dtype=x.dtype)
+        if not E:
+            x, _, _ = output_and_routes(attended, x, y, active, o, None, None, **options)
+            return mlp(x, scale, *experts, **options), pools
+        router, log = routed
+        x, rows, log = output_and_routes(attended, x, y, active, o, router, log, **options)
+        return x, rows, log, pools, experts_sum(packed, *experts, layer=layer, first=0, k=k, experts=E)
+
+    rows, numbers, norm = one(jnp.bfloat16, B, D), one(jnp.int32, B), one(jnp.float32, 2, 1, D)
+    own = keys(2, B * pages, Kv, page, h)
+    prompt, of_experts = keys(2, 4, Kv, 512, h), () if not E else (held,)
+    routed = packed = None
+    if E:
+        routed = (
+            Router(norm, Stacked(one(jnp.float32, 2, D, E)), k, True),
+            RouteLog(one(jnp.int32, 2, B, k), one(jnp.float32, 2, B, k)),
+        )
+        packed = one(jnp.bfloat16, N, packed_width(D, k, E))
+    experts = *[matrix(*of_experts, D, F)] * 2, matrix(*of_experts, F, D)
+    arguments = (
+        *(rows, rows, norm, matrix(D, H * h), matrix(D, Kv * h), matrix(D, Kv * h), matrix(H * h, D)),
+        *([one(jnp.float32, B, h)] * 2, [one(jnp.float32, 2, 1, h)] * 2 if h == 128 else [], routed),
+        *(((prompt, prompt), (own, own)), (one(jnp.int32, 4), one(jnp.int32, B, pages), numbers, numbers)),
+        *(packed, experts, one(jnp.int32), one(jnp.float32, B, 1)),
+    )
     with jax.set_mesh(mesh):
-        specs = (queries, keys, PartitionSpec(), PartitionSpec(), rows.sharding.spec)
-        run = jax.shard_map(run, in_specs=specs, out_specs=queries, check_vma=False)
-        return read(topology.lower(run, q, k, number, number, rows).compile())
+        axes = set(mesh.axis_names)
+        whole = PartitionSpec()
+        run = jax.shard_map(run, in_specs=whole, out_specs=whole, axis_names=axes, check_vma=False)
+        return read(topology.lower(run, *arguments).compile())
 
 
-def ring_int8(target, name, dtype):
-    """Compile `ring` with keys and values in int8."""
-    return ring(target, name, dtype, "int8")
+def decode_int8(target, name, dtype):
+    """Compile `decode` with base, keys and values in int8, and adapters."""
+    return decode(target, name, dtype, "int8")
 
 
 KERNELS = {
@@ -236,12 +289,13 @@ KERNELS = {
     experts_int8: ("many", "few"),
     experts_adapted: ("many", "few"),
     experts_swiglu: ROWS,
-    heads: PACKED,
+    turned: PACKED,
     sums: PACKED,
-    ring: RINGS,
-    ring_int8: ("long",),
+    decode: MODELS,
+    decode_int8: ("30B",),
 }
 LARGEST = {(of, "many" if of.__name__.startswith("experts") else "long") for of in KERNELS}
+LARGEST |= {(decode, name) for name in MODELS} | {(decode_int8, "30B")}
 REMATERIALISED = ("dots", "full")
 
 
@@ -254,7 +308,7 @@ def cases(target):
     named = [(of, name) for of, names in KERNELS.items() for name in names]
     largest = [case for case in named if case in LARGEST]
     if target.startswith("v5p"):
-        whole = [case for case in largest if case[0] in (attention, packed, experts_swiglu, heads, sums, ring)]
+        whole = [case for case in largest if case[0] in (attention, packed, experts_swiglu, turned, sums)]
         return [*((*case, "bfloat16") for case in named), *((*case, "float32") for case in whole)]
     return [(*case, "bfloat16") for case in largest if case[0] not in (experts, experts_int8)]
 
@@ -299,15 +353,17 @@ def test_the_tpu_compiler_takes_every_kernel(target):
                 "matmul_transposed": 1,
             }
             assert result["kernels"] == {f"grouped_{k}": n for k, n in kernels.items()} | {"grouped_outer": 3}
-        elif of in (heads, sums):
-            names = {heads: ("normed_rope", "normed_rope_backward"), sums: ("masked_sum",)}
+        elif of in (turned, sums):
+            names = {turned: ("normed_rope", "normed_rope_backward"), sums: ("masked_sum",)}
             assert result["kernels"] == dict.fromkeys(names[of], 1)
         elif of is experts_adapted:
             kernels = {f"grouped_{k}": 1 for k in ("matmul", "matmul_transposed", "outer_thin")}
             visits = result["kernels"].pop("grouped_visits")
             assert result["kernels"] == kernels and visits <= 2, "tiles are shorter where more is in VMEM at once"
         else:
-            assert result["kernels"] == {"ring_softmax": 1}
+            end = {"mlp": 1} if name == "1.7B" else {"experts": 1}
+            kernels = {f"decode_{k}": n for k, n in ({"qkv": 1, "output": 1} | end).items()}
+            assert result["kernels"] == kernels | {"paged_attention": 1}
     if target.startswith("v5p"):
         counts = [found[f"packed, {remat}"]["kernels"]["packed_attention"] for remat in REMATERIALISED]
         assert counts == [1, 2], "dots saves what the backward kernels need of the output"

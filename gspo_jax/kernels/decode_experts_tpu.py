@@ -1,0 +1,241 @@
+"""The experts of a decode step on TPU: one kernel without a sort, a gather or a buffer of a guessed size.
+
+Tokens stay in VMEM while the held experts' weights pass by, each once. An expert's tokens are picked, and its outputs
+returned to them, by one-hot products in parts of 64 rows: rank = mask · triangle, rows = onehot · x, and
+y += onehotᵀ · out. An expert with more tokens takes more parts.
+
+With C tokens of width D, experts of width F and parts of R rows, picking and returning take 2 · 2·R·C·D flops beside
+the 3 · 2·R·D·F of the products, 2 C / (3 F) of them: 0.9 for C = 1024 and F = 768. More tokens than 1024 are computed
+in chunks, which read the weights again. Of 1024, an expert of 128 gets 64 on average at top 8: their products take 0.6
+Gflop and picking 0.5 (2.5 µs on v5p), its weights 9.4 MB (3.4 µs). Row DMAs instead of one-hot products would issue two
+copies per pair and sum float32 rows in HBM, 16 KB per pair at D = 2048, 1 MB for these 64.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int, Shaped
+
+from gspo_jax.kernels.decode_tpu import (
+    LANES,
+    Stacked,
+    blocks,
+    cores,
+    divisor,
+    dot,
+    in_place,
+    layer_bytes,
+    product,
+    vmem_budget,
+    vmem_limit,
+)
+
+PART = 64
+"""Rows of an expert computed together."""
+CHUNK = 1024
+"""Most tokens in VMEM."""
+_DIGIT = 256
+"""Integers up to this are exact in bfloat16."""
+
+
+def packed_width(hidden: int, k: int, experts: int) -> int:
+    """Return the columns of a packed row."""
+    return hidden + LANES * pl.cdiv(k * (1 + _digits(experts)), LANES)
+
+
+def _digits(experts: int) -> int:
+    return 1 if experts <= _DIGIT else 2
+
+
+def pack(
+    x: Float[Array, "B D"], ids: Int[Array, "B K"], weights: Float[Array, "B K"], experts: int
+) -> Float[Array, "B W"]:
+    """Return rows [x | weights | ids] in x's dtype, for one all-gather, in a kernel or not.
+
+    Ids go up to `experts`, which is none; above 256 they take two digits. Weights are rounded, as experts use them.
+    """
+    high = [ids // _DIGIT] if _digits(experts) == 2 else []
+    low = ids % _DIGIT if high else ids
+    beside = [a.astype(jnp.float32) for a in (weights, low, *high)]
+    lanes = packed_width(x.shape[1], ids.shape[1], experts) - x.shape[1]
+    column = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0], lanes), 1)
+    out = jnp.zeros((x.shape[0], lanes), jnp.float32)
+    for i, a in enumerate(beside):
+        for k in range(a.shape[1]):
+            out = jnp.where(column == i * a.shape[1] + k, a[:, k : k + 1], out)
+    return jnp.concatenate([x, out.astype(x.dtype)], axis=1)
+
+
+def _kernel(
+    layer: Any,
+    first: Any,
+    visited: Any,
+    count: Any,
+    packed: Any,
+    gate: Stacked,
+    up: Stacked,
+    down: Stacked,
+    out: Any,
+    total: Any,
+    ranks: Any,
+    shares: Any,
+    *,
+    k: int,
+    experts: int,
+    hidden: int,
+    part: int,
+) -> None:
+    del layer
+    core, per_core = pl.program_id(0), pl.num_programs(2)
+    j, f = pl.program_id(2), pl.program_id(3)
+    C, dtype = packed.shape[0], packed.dtype
+
+    @pl.when((j == 0) & (f == 0))
+    def _() -> None:
+        total[...] = jnp.zeros_like(total)
+        beside = packed[:, hidden:].astype(jnp.float32)
+        ids = beside[:, k : 2 * k]
+        ids = ids + _DIGIT * beside[:, 2 * k : 3 * k] if _digits(experts) == 2 else ids
+        expert = jax.lax.broadcasted_iota(jnp.int32, shares.shape, 1) + first[0]
+        expert = expert.astype(jnp.float32)
+        member, share = jnp.zeros(shares.shape, jnp.float32), jnp.zeros(shares.shape, jnp.float32)
+        for i in range(k):
+            hit = ids[:, i : i + 1] == expert
+            member, share = jnp.where(hit, 1.0, member), jnp.where(hit, beside[:, i : i + 1], share)
+        shares[...] = share.astype(dtype)
+        member = member.astype(jnp.bfloat16)
+        before, at = (jax.lax.broadcasted_iota(jnp.int32, (C, C), axis) for axis in (0, 1))
+        earlier = dot(member, (before < at).astype(jnp.float32).astype(jnp.bfloat16), x_axis=0)
+        own = dot(member, (before == at).astype(jnp.float32).astype(jnp.bfloat16), x_axis=0)
+        ranks[...] = jnp.where(own > 0, earlier, -1.0)
+
+    @pl.when(core * per_core + j < count[0])
+    def _() -> None:
+        e = visited[core * per_core + j]
+        rank = ranks[pl.ds(e, 1), :]
+        rows = jnp.max(rank).astype(jnp.int32) + 1
+
+        def one(i: Any, carry: None) -> None:
+            row = jax.lax.broadcasted_iota(jnp.int32, (part, C), 0) + i * part
+            pick = (rank == row.astype(jnp.float32)).astype(jnp.float32).astype(dtype)
+            x = dot(pick, packed[:, :hidden]).astype(dtype)
+            share = dot(pick, shares[...])
+            column = jax.lax.broadcasted_iota(jnp.int32, share.shape, 1)
+            share = jnp.sum(jnp.where(column == e, share, 0.0), axis=1, keepdims=True)
+            raised = jax.nn.silu(product(x, gate)) * product(x, up) * share
+            back = product(raised.astype(dtype), down).astype(dtype)
+            total[...] += dot(pick, back, x_axis=0)
+            return carry
+
+        jax.lax.fori_loop(0, (rows + part - 1) // part, one, None)
+
+    @pl.when((j == per_core - 1) & (f == pl.num_programs(3) - 1))
+    def _() -> None:
+        out[...] = total[...].astype(out.dtype)
+
+
+def experts_sum(
+    packed: Float[Array, "N W"],
+    gate: Stacked,
+    up: Stacked,
+    down: Stacked,
+    *,
+    layer: Int[Array, ""],
+    first: Int[Array, ""] | int,
+    k: int,
+    experts: int,
+    interpret: bool = False,
+) -> Float[Array, "N D"]:
+    """Return Σ_k w_k · down_e(silu(gate_e x) · up_e x) over each token's experts that are held here.
+
+    The sum is accumulated in float32 and rounded once to x's dtype; each expert's output is rounded to it before.
+
+    Args:
+      packed: rows as of `pack`.
+      gate, up: [L, E, D, F], of the E experts held here.
+      down: [L, E, F, D].
+      first: id of the first expert held here.
+      k: experts per token, K.
+      experts: of the whole layer.
+    """
+    (N, W), (_, held, D, F), size = packed.shape, gate.weights.shape, packed.dtype.itemsize
+    lanes = LANES * pl.cdiv(held, LANES)
+    split = 2 if cores() == 2 and held % 2 == 0 else 1
+    per_column = D * sum(m.block_bytes for m in (gate, up, down)) + 4 * 4 * PART
+    least = divisor(F, LANES)
+
+    def fixed(C: int) -> int:
+        tokens = 2 * size * C * (W + D) + 4 * C * D + (4 + size) * C * lanes + 6 * C * C
+        return tokens + PART * (4 + size) * (2 * D + C)
+
+    chunks = [c for c in range(8, N, 8) if N % c == 0 and c <= CHUNK] + [N] * (N <= CHUNK or N % 8 > 0)
+    fitting = [c for c in chunks if fixed(c) + least * per_column <= vmem_budget()]
+    C = max(fitting, default=min(chunks))
+    width = divisor(F, (vmem_budget() - fixed(C)) // per_column)
+    visited, count = _visited(packed, first, held, D, k, experts)
+    scalars = [jnp.asarray(x, jnp.int32).reshape(-1) for x in (layer, first, visited, count)]
+
+    def at(core: Any, c: Any, j: Any, f: Any, layer: Any, first: Any, visited: Any, count: Any) -> tuple[Any, Any]:
+        del c, first
+        n = jnp.minimum(core * (held // split) + j, jnp.maximum(count[0] - 1, 0))
+        return (layer[0], visited[n]), f
+
+    def across(*given: Any) -> tuple[Any, Any, Any]:
+        leading, f = at(*given)
+        return leading, 0, f
+
+    def along(*given: Any) -> tuple[Any, Any, Any]:
+        leading, f = at(*given)
+        return leading, f, 0
+
+    matrices = in_place(gate, up, down) if not interpret else (gate, up, down)
+    pairs = N * min(k, held)
+    out = pl.pallas_call(
+        functools.partial(_kernel, k=k, experts=experts, hidden=D, part=min(PART, max(8, C))),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(split, N // C, held // split, F // width),
+            in_specs=[
+                pl.BlockSpec((C, W), lambda core, c, *_: (c, 0)),
+                *(blocks(m, D, width, across) for m in matrices[:2]),
+                blocks(matrices[2], width, D, along),
+            ],
+            out_specs=pl.BlockSpec((None, C, D), lambda core, c, *_: (core, c, 0)),
+            scratch_shapes=[
+                pltpu.VMEM((C, D), jnp.float32),
+                pltpu.VMEM((lanes, C), jnp.float32),
+                pltpu.VMEM((C, lanes), packed.dtype),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct((split, N, D), packed.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"), vmem_limit_bytes=vmem_limit()
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=min(pairs, -(-N * k * held // experts)) * (6 * D * F + 4 * C * D),
+            bytes_accessed=size * N * (W + split * D) + (N // C) * sum(layer_bytes(m) for m in (gate, up, down)),
+            transcendentals=pairs * F,
+        ),
+        name="decode_experts",
+        interpret=interpret,
+    )(*scalars, packed, *matrices)
+    return out[0] if split == 1 else out[0] + out[1]
+
+
+def _visited(
+    packed: Array, first: Any, held: int, hidden: int, k: int, experts: int
+) -> tuple[Shaped[Array, " E"], Any]:
+    """List the held experts to visit: all, or where a fifth or more are likely empty, those with tokens."""
+    every = jnp.arange(held, dtype=jnp.int32)
+    if (1 - k / experts) ** len(packed) < 0.2:
+        return every, held
+    beside = packed[:, hidden + k : hidden + k * (1 + _digits(experts))].astype(jnp.int32)
+    ids = beside[:, :k] + (_DIGIT * beside[:, k:] if _digits(experts) == 2 else 0)
+    has = (ids[..., None] == (first + every)[None, None]).any(axis=(0, 1))
+    rank = jnp.sum(has[None] & (every[None] < every[:, None]), axis=1)
+    order = jnp.sum(jnp.where(has[None] & (rank[None] == every[:, None]), every[None], 0), axis=1)
+    return order.astype(jnp.int32), has.sum(dtype=jnp.int32)
