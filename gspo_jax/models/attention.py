@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.attention import SlotRows, causal_attention, decode_attention
+from gspo_jax.kernels.decode_qkv_tpu import HeadNorms
 from gspo_jax.kernels.kv import KV
 from gspo_jax.kernels.packed_attention import Spans, packed_attention
 from gspo_jax.kernels.rotary import Rotation, in_place, normed_rope, rms_norm, rope
@@ -81,6 +82,8 @@ def attend_cached(
 
 class HeadNorm(nnx.Module):
     """RMS norm of each head, with one scale [h] for all, as in Qwen3."""
+
+    over: HeadNorms = "head"
 
     def __init__(self, config: ModelConfig, stack: Stack, axis: str, *, rngs: nnx.Rngs):
         del axis

@@ -15,7 +15,7 @@ from gspo_jax.kernels.attention import SlotRows
 from gspo_jax.kernels.kv import KV
 from gspo_jax.kernels.packed_attention import Spans
 from gspo_jax.kernels.rotary import Rotation, rms_norm
-from gspo_jax.models import int8, lora
+from gspo_jax.models import fused, int8, lora
 from gspo_jax.models.attention import (
     Attend,
     attend_cached,
@@ -199,6 +199,10 @@ class Transformer(nnx.Module):
         P = cache.prompt_lengths.shape[0]
         prompts = jnp.clip(slots.responses // cache.group_size, 0, P - 1)
         positions = (cache.prompt_lengths[prompts] + slots.ages - 1)[:, None]
+        if fused.applies(self.config, self.layers, cache):
+            x = self._embed(tokens[:, None])[:, 0]
+            x, cache, found = fused.decode(x, self.layers, self.config, slots, prompts, positions[:, 0], cache)
+            return self._output(x[:, None], join_routes(found, positions.shape)), cache
         rows = None if slots.aligned else SlotRows.of(slots.responses, slots.active, P, cache.group_size)
         layers = jnp.arange(self.config.num_layers)
         rotation = Rotation.of(positions, self.config.rope_frequencies())

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from gspo_jax.kernels.decode_qkv_tpu import HeadNorms
 from gspo_jax.models import tensors
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
 from gspo_jax.models.config_json import SUPPORTED, ConfigJson, common_fields
@@ -55,6 +56,8 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 class ProjectionNorm(nnx.Module):
     """RMS norm over all heads of a projection together, with a scale [N·h]."""
+
+    over: HeadNorms = "projection"
 
     def __init__(self, config: ModelConfig, stack: Stack, axis: str, *, rngs: nnx.Rngs):
         heads = config.num_heads if axis == "heads" else config.num_kv_heads
