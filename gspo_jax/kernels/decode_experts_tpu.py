@@ -216,7 +216,7 @@ def experts_sum(
             dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"), vmem_limit_bytes=vmem_limit()
         ),
         cost_estimate=pl.CostEstimate(
-            flops=min(pairs, -(-N * k * held // experts)) * (6 * D * F + 4 * C * D),
+            flops=min(pairs, -(-N * k * held // experts)) * 6 * D * F,
             bytes_accessed=size * N * (W + split * D) + (N // C) * sum(layer_bytes(m) for m in (gate, up, down)),
             transcendentals=pairs * F,
         ),

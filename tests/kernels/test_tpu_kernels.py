@@ -71,7 +71,7 @@ def lowered(f, *shapes, grads):
 
 def read(program):
     """Return the Pallas kernels of a compiled program, counted by name, and its temporary bytes on one chip."""
-    names = re.findall(r"%(\w+?)(?:_\d+)?[.\d]* = .*custom_call_target=\"tpu_custom_call\"", program.as_text())
+    names = re.findall(r"%(\w+?)(?:_\d+)?(?:\.\w+)* = .*custom_call_target=\"tpu_custom_call\"", program.as_text())
     memory = program.memory_analysis()
     assert memory
     return {"kernels": Counter(names), "temporaries": memory.temp_size_in_bytes}
@@ -266,7 +266,7 @@ def decode(target, name, dtype, cache_dtype=None):
     experts = *[matrix(*of_experts, D, F)] * 2, matrix(*of_experts, F, D)
     arguments = (
         *(rows, rows, norm, matrix(D, H * h), matrix(D, Kv * h), matrix(D, Kv * h), matrix(H * h, D)),
-        *([one(jnp.float32, B, h)] * 2, [one(jnp.float32, 2, 1, h)] * 2 if h == 128 else [], routed),
+        *((one(jnp.float32, B, h),) * 2, (one(jnp.float32, 2, 1, h),) * 2 if h == 128 else (), routed),
         *(((prompt, prompt), (own, own)), (one(jnp.int32, 4), one(jnp.int32, B, pages), numbers, numbers)),
         *(packed, experts, one(jnp.int32), one(jnp.float32, B, 1)),
     )
