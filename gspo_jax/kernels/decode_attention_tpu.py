@@ -24,7 +24,7 @@ from gspo_jax.kernels.decode_tpu import LANES, cores, divisor, dot, in_place, vm
 from gspo_jax.kernels.kv import KV, ScaledKV, head_bytes, parts
 
 _MASKED = -1e30
-_BLOCK_BYTES = 2**20
+BLOCK_BYTES = 2**20
 """Bytes of keys and values per visit."""
 _MOST_PAGES = 8
 """Most pages per visit."""
@@ -47,7 +47,7 @@ class _Sizes(NamedTuple):
         """`most` is the pages of a slot."""
         keys, scale = parts(pool)
         (Kv, C, h), scaled = keys.shape[2:], scale is not None
-        fitting = _BLOCK_BYTES // (2 * Kv * head_bytes(h, keys.dtype, scaled=scaled))
+        fitting = BLOCK_BYTES // (2 * Kv * head_bytes(h, keys.dtype, scaled=scaled))
         unit = LANES if scaled else _tile(keys)
         S = prompts.shape[3]
         prompt = S if S % unit else divisor(S, fitting, unit)
@@ -422,6 +422,7 @@ def paged_attention(
     elsewhere = jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), pools)
     given, leaves = len(scalars) + 1 + len(jax.tree.leaves(prompt)), len(jax.tree.leaves(pools))
     column_bytes = Kv * head_bytes(h, keys.dtype, scaled=scaled)
+    own = min(B * W, keys.shape[1]) * C  # no page is of two slots
     sums = pltpu.VMEM((Kv, g, LANES), jnp.float32)
     count = len(visits.begins)
     read = min(B, count * prompt[0].shape[1]) if sizes.prompt == S else B  # prompts
@@ -452,9 +453,9 @@ def paged_attention(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit()
         ),
         cost_estimate=pl.CostEstimate(
-            flops=4 * B * Kv * g * h * (S + W * C),
-            bytes_accessed=2 * (read * S + B * W * C) * column_bytes + heads.nbytes + 4 * B * Kv * g * h,
-            transcendentals=B * Kv * g * (S + W * C),
+            flops=4 * Kv * g * h * (B * S + own),
+            bytes_accessed=2 * (read * S + own) * column_bytes + heads.nbytes + 4 * B * Kv * g * h,
+            transcendentals=Kv * g * (B * S + own),
         ),
         name="paged_attention",
         interpret=interpret,

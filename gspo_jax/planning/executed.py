@@ -12,7 +12,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gspo_jax.kernels import attention_tpu, packed_attention_tpu, visits_tpu
+from gspo_jax.kernels import (
+    attention_tpu,
+    decode_attention_tpu,
+    decode_experts_tpu,
+    packed_attention_tpu,
+    visits_tpu,
+)
 from gspo_jax.kernels.row_sums_tpu import ROW_SUMS
 from gspo_jax.planning import loads as loads_lib
 from gspo_jax.planning.cost_records import Cost, Costs, KernelCall, OpWork
@@ -36,7 +42,8 @@ def kernels(setting: Setting, name: str) -> Kernels:
         visits = math.ceil(fill * rows / tile) + call.results[0].dims[0]
         return OpWork(fill * call.declared.flops, call.declared.bytes, visits)
 
-    return {"splash_": splash, "packed_attention": packed, ROW_SUMS: sums, **dict.fromkeys(GROUPED, grouped)}
+    own = {"paged_attention": _paged(setting), "decode_experts": _decode_experts(setting, name)}
+    return own | {"splash_": splash, "packed_attention": packed, ROW_SUMS: sums, **dict.fromkeys(GROUPED, grouped)}
 
 
 def passes(setting: Setting, name: str) -> Callable[[Sequence[KernelCall]], float]:
@@ -104,6 +111,31 @@ def _packed(setting: Setting) -> Callable[[KernelCall], OpWork]:
         visits, computed = (packed_attention_tpu.visited_blocks(*spans, block=size) for size in (block, part))
         products = 5 if call.name.startswith("packed_attention_backward") else 2
         return OpWork(2.0 * products * width * part**2 * computed, call.declared.bytes, visits)
+
+    return work
+
+
+def _paged(setting: Setting) -> Callable[[KernelCall], OpWork]:
+    """Count a grid step per block of keys and values, which both cores share."""
+
+    def work(call: KernelCall) -> OpWork:
+        blocks = math.ceil(call.declared.bytes / decode_attention_tpu.BLOCK_BYTES)
+        return OpWork(call.declared.flops, call.declared.bytes, math.ceil(blocks / setting.chip.cores))
+
+    return work
+
+
+def _decode_experts(setting: Setting, name: str) -> Callable[[KernelCall], OpWork]:
+    """Count whole parts of experts' rows on the busiest shard, and the one-hot products that pick and return them."""
+
+    def work(call: KernelCall) -> OpWork:
+        tokens = next(a.dims[0] for a in call.operands if len(a.dims) == 2 and a.dtype in ("bf16", "f32"))
+        _, _, D, F = next(a.dims for a in call.operands if len(a.dims) == 4)
+        shards, model, rows = setting.expert_shards(name), setting.model, decode_experts_tpu.PART
+        arriving = tokens * model.experts_per_token / shards
+        parts = loads_lib.draw(arriving, model.num_experts, shards, skew=setting.skew).parts(rows)
+        products = 6 * D * F + 4 * min(tokens, decode_experts_tpu.CHUNK) * D
+        return OpWork(parts * rows * products, call.declared.bytes)
 
     return work
 

@@ -142,11 +142,12 @@ def decode_steps(loops: Sequence[tuple[costs_lib.Costs, float]], setting: Settin
     """Return each phase's `decoding.Step` as a dict, from costs and elapsed seconds. Each phase halves the slots."""
     rates, data = setting.rates, setting.config.data
     slots, pool = setting.decoder_size
-    columns = data.max_prompt_length + pool.columns * pool.per_response(setting.config.sampling.max_response_length)
+    longest = pool.columns * pool.per_response(setting.config.sampling.max_response_length)
     found = []
     for phase, (costs, elapsed) in enumerate(loops):
         own = sum(c.times * (c.seconds(rates) - rates.launch) for c in costs.operations if KERNEL in c.operation)
-        fixed_s, key_s = costs.executed(rates) - own, own / ((slots >> phase) * columns)
+        columns = min((slots >> phase) * longest, pool.pages * pool.columns) + (slots >> phase) * data.max_prompt_length
+        fixed_s, key_s = costs.executed(rates) - own, own / columns
         exposed = elapsed - costs.executed(rates)
         step = decoding.Step(slots >> phase, fixed_s / rates.efficiency + exposed, key_s / rates.efficiency)
         found.append(step._asdict())

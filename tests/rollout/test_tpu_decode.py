@@ -49,7 +49,7 @@ def figures(folder=None):
             "temporaries": memory.temp_size_in_bytes,
             "results": memory.output_size_in_bytes,
             "copies": largest_copies(text),
-            "kernels": Counter(re.findall(r"%(\w+?)(?:_\d+)?[.\d]* = \S+ custom-call", text)),
+            "kernels": Counter(re.findall(r"%(\w+?)(?:_\d+)?(?:\.\w+)* = .*custom_call_target=\"tpu_custom_call\"", text)),
         }
     return found
 
