@@ -48,7 +48,7 @@ MODELS = {
     "30B": (2048, 32, 4, 128, 128, 768, 16, 512),
     "30B, many": (2048, 32, 4, 128, 128, 768, 112, 7168),
     "235B": (4096, 64, 4, 128, 128, 1536, 16, 512),
-    "1.7B": (2048, 32, 32, 64, 0, 8192, 64, 64),
+    "1.7B": (2048, 32, 32, 64, 0, 8192, 16, 16),
 }
 """Hidden size, query heads, key heads, their width, experts, F, slots, and gathered tokens, of a decode step."""
 
