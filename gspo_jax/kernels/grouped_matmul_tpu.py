@@ -413,9 +413,9 @@ def gated_transposed(
 
     `grads` are of that output times `down`. Other arguments and errors as in `matmuls_transposed`.
     """
-    own: Any = {"transposed": True, "shares": shares, "pair": pair, **options}
-    d_gated, d_raised, hidden, d_shares = _products((grads,), (down,), group_sizes, **own)
-    return d_gated, d_raised, hidden, d_shares.sum(axis=0).reshape(-1)[: len(shares)]
+    found = _products((grads,), (down,), group_sizes, transposed=True, shares=shares, pair=pair, **options)
+    d_gate, d_up, hidden, d_shares = found
+    return d_gate, d_up, hidden, d_shares.sum(axis=0).reshape(-1)[: len(shares)]
 
 
 def _outer_kernel(group: Any, tile: Any, first: Any, end: Any, rows: Any, grads: Any, out: Any, total: Any) -> None:

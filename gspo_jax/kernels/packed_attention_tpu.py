@@ -53,7 +53,7 @@ def _visits_kernel(
     """`first` and `last` are the spans of each part's first and last token."""
     n = block // part
 
-    def ranges(begin: Array, size: int) -> tuple[Array, ...]:
+    def ranges(begin: Array, size: int) -> tuple[Array, Array, Array, Array]:
         """Return whether the token at `begin` is none of padding, and the blocks of this size that it sees.
 
         They are [0] up to [1], of its prompt, and from [2] on.
@@ -66,7 +66,7 @@ def _visits_kernel(
     def one(i: Array, v: Array) -> Array:
         start, end, _ = (first[r, i * n] for r in range(3))
         last_start, last_end, last_own = (last[r, i * n + n - 1] for r in range(3))
-        some, *of_prompt, of_own = ranges(i * block, block)
+        some, of_prompt, prompts, of_own = ranges(i * block, block)
         parts = [ranges(i * block + a * part, part) for a in range(n)]
         # Whether the last query is a response's, and the first of the same group.
         prompted = last_start < last_end
@@ -86,7 +86,7 @@ def _visits_kernel(
             kind[v] = jnp.where(some, jnp.where(whole & (j < i), _FULL, bits), _EMPTY)
             return v + 1
 
-        v = jax.lax.fori_loop(of_prompt[0], of_prompt[1], write, v)
+        v = jax.lax.fori_loop(of_prompt, prompts, write, v)
         return jax.lax.fori_loop(of_own, i + 1, write, v)
 
     count[0] = jax.lax.fori_loop(0, first.shape[1] // n, one, jnp.int32(0))

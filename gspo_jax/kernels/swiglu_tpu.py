@@ -36,8 +36,9 @@ def swiglu(
     The products with gate and up are named "dot" for `jax.checkpoint`. Rows past the groups are undefined, also in the
     gradients. Other arguments as in `adapted_matmuls`, and `interpret` as in `grouped_matmul_tpu.matmuls`.
     """
-    of_pair, of_down = (side_by_side(own, rows.dtype) if any(own) else None for own in (lows[:2], lows[2:]))
-    thins = of_pair, of_down
+    pair, down = lows[:2], lows[2:]
+    thin_pair, thin_down = (side_by_side(own, rows.dtype) if any(own) else None for own in (pair, down))
+    thins = thin_pair, thin_down
     shares = varying_like(shares, rows)  # on each shard of F a share has a gradient of its own
     if layer is None:
         return _swiglu(rows, shares, weights, thins, group_sizes, likely, interpret)
@@ -74,10 +75,9 @@ def _kept(
     own = [Kept.of(w) for w in weights]
     rows, shares, thins, group_sizes = jax.tree.map(lambda p: p.value, (rows, shares, thins, group_sizes))
     gate, up, down = (w.value for w in own)
-    given = rows, shares, (gate, up, down), thins, group_sizes
     options: dict[str, Any] = {"likely": likely, "interpret": interpret}
-    hidden, pair = _hidden(*given, kept=True, **options)
-    (out,) = tpu_products(hidden, given[2][2:], group_sizes, thin=thins[1], **options)
+    hidden, pair = _hidden(rows, shares, (gate, up, down), thins, group_sizes, kept=True, **options)
+    (out,) = tpu_products(hidden, (down,), group_sizes, thin=thins[1], **options)
     return out, (rows, shares, own, thins, group_sizes, checkpoint_name(pair, "dot"))
 
 

@@ -16,7 +16,7 @@ from gspo_jax.kernels.packed_attention import Spans, packed_attention
 from gspo_jax.kernels.rotary import Rotation, in_place, normed_rope, rms_norm, rope
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
 from gspo_jax.models.matrices import project
-from gspo_jax.parallel.mesh import AXES, TRAINER, constrain, has_mesh, manual_axes, spec, without_axes
+from gspo_jax.parallel.mesh import AXES, TRAINER, has_mesh, manual_axes, spec, without_axes
 
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 """(q [B,T,H,h], k [B,T,Kv,h], v [B,T,Kv,h]) -> (output [B,T,H,h], anything to return).
@@ -52,8 +52,18 @@ def attend_packed(
     q: Float[Array, "B N H h"], k: Float[Array, "B N Kv h"], v: Float[Array, "B N Kv h"], spans: Spans
 ) -> Float[Array, "B N H h"]:
     """Run `packed_attention` on each shard."""
-    queries, keys = ("batch", None, "heads"), ("batch", None, "kv_heads")
-    return _on_shards(packed_attention, (q, k, v, spans), (queries, keys, keys, ("batch",)), queries)
+    queries, keys, h = ("batch", None, "heads"), ("batch", None, "kv_heads"), q.shape[-1]
+
+    def attend(q: Array, k: Array, v: Array, spans: Spans) -> Array:
+        return _wide(packed_attention(*(x.reshape(*x.shape[:2], -1, h) for x in (q, k, v)), spans))
+
+    # Heads stay side by side between the matmuls and the kernel, or the compiler may move them.
+    arrays = (_wide(q), _wide(k), _wide(v), spans)
+    return _on_shards(attend, arrays, (queries, keys, keys, ("batch",)), queries).reshape(q.shape)
+
+
+def _wide(x: Float[Array, "B N H h"]) -> Float[Array, "B N Hh"]:
+    return x.reshape(*x.shape[:2], -1)
 
 
 def attend_cached(
@@ -123,8 +133,6 @@ class Attention(nnx.Module):
         q, k, v = project(self, ("q", "k", "v"), x)
         q, k = self._turned(q, self.q_norm, rotation, "heads"), self._turned(k, self.k_norm, rotation, "kv_heads")
         v = checkpoint_name(v, "dot").reshape(*v.shape[:2], -1, self.config.head_dim)
-        q = constrain(q, "batch", None, "heads", None)
-        k, v = (constrain(a, "batch", None, "kv_heads", None) for a in (k, v))
         out, kept = attend(q, k, v)
         (y,) = project(self, ("o",), out.reshape(*x.shape[:2], -1))
         return checkpoint_name(y, "dot"), kept

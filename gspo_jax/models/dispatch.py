@@ -11,7 +11,7 @@ shard. Buffers (`experts`), sized at compile time, hold a multiple of a balanced
 """
 
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -81,29 +81,17 @@ def _pairs(x: Array, experts: Array, weights: Array, kernels: ExpertKernels, *, 
     return gather_up(move(y, back, source.size), where)
 
 
-def _gathered(tokens: Array, kernels: ExpertKernels) -> tuple[Array, ExpertKernels]:
-    """Return the tokens, and the experts of all of `fsdp`.
+def _gathered(experts: Array, kernels: ExpertKernels) -> tuple[Array, ExpertKernels]:
+    """Return the tokens' experts, and the weights of all of `fsdp`.
 
-    On TPU sparse cores gather both experts and tokens' rows, one after the other. Tokens wait for `gate` and `up`,
-    which attention hides. The backward pass of "dots" keeps the tokens, and so waits for none.
+    On TPU sparse cores gather both weights and tokens' rows, one after the other. Rows wait for `gate` and `up`, which
+    attention hides: the experts' ids do. They are kept for the backward pass ("dot"), where nothing waits.
     """
     whole = jax.tree.map(lambda w: jax.lax.all_gather(w, "fsdp", axis=0, tiled=True), kernels)
     if platform() == "tpu":
-        tokens = checkpoint_name(_after(tokens, (whole.gate.weights, whole.up.weights)), "dot")
-    return tokens, whole
-
-
-@jax.custom_vjp
-def _once_computed(x: Array, others: Any) -> Array:
-    return jax.lax.optimization_barrier((x, others))[0]
-
-
-_once_computed.defvjp(lambda x, others: (_once_computed(x, others), None), lambda _, grads: (grads, None))
-
-
-def _after(x: Array, others: Any) -> Array:
-    """Return x once the others are computed. This orders the forward pass, not its transpose."""
-    return _once_computed(x, jax.lax.stop_gradient(others))
+        first = jax.lax.stop_gradient((whole.gate.weights, whole.up.weights))
+        experts = checkpoint_name(jax.lax.optimization_barrier((experts, first))[0], "dot")
+    return experts, whole
 
 
 def _flat(x: Shaped[Array, "b t w"]) -> Shaped[Array, "n w"]:
@@ -149,11 +137,11 @@ def exchange(
         # varying, their gradients are summed. If fsdp holds whole experts, they are gathered and their gradients
         # reduce-scattered.
         own = tree.unflatten([varying(w, "data", "fsdp", "tensor") for w in leaves])
-        tokens = varying(_flat(x), "tensor")
+        tokens, ids = varying(_flat(x), "tensor"), _flat(experts)
         if "fsdp" in held_by:
-            tokens, own = _gathered(tokens, own)
+            ids, own = _gathered(ids, own)
         combine = _pairs if dispatch == "ragged_all_to_all" and shards > 1 else _gather  # one shard sends nothing
-        y = combine(tokens, _flat(experts), _flat(weights), own, layer=layer)
+        y = combine(tokens, ids, _flat(weights), own, layer=layer)
         return jax.lax.psum(y, "tensor").reshape(x.shape)
 
     stack = () if layer is None else (None,)
