@@ -55,7 +55,8 @@ def attend_packed(
     queries, keys, h = ("batch", None, "heads"), ("batch", None, "kv_heads"), q.shape[-1]
 
     def attend(q: Array, k: Array, v: Array, spans: Spans) -> Array:
-        return _wide(packed_attention(*(x.reshape(*x.shape[:2], -1, h) for x in (q, k, v)), spans))
+        q, k, v = (x.reshape(*x.shape[:2], -1, h) for x in (q, k, v))
+        return _wide(packed_attention(q, k, v, spans))
 
     # Heads stay side by side between the matmuls and the kernel, or the compiler may move them.
     arrays = (_wide(q), _wide(k), _wide(v), spans)

@@ -26,6 +26,7 @@ from tests import ahead
 RECIPE, TARGET = "configs/qwen3_30b_a3b.py:16k_partial", "v5p:4x4x4"
 PIECES = ("begin_piece", "advance_piece")
 """What is compiled: all but the one that writes the responses."""
+KERNEL = 'custom_call_target="tpu_custom_call"'
 BYTES = {"bf16": 2, "f32": 4, "s32": 4, "s8": 1}
 
 
@@ -49,7 +50,7 @@ def figures(folder=None):
             "temporaries": memory.temp_size_in_bytes,
             "results": memory.output_size_in_bytes,
             "copies": largest_copies(text),
-            "kernels": Counter(re.findall(r"%(\w+?)(?:_\d+)?(?:\.\w+)* = .*custom_call_target=\"tpu_custom_call\"", text)),
+            "kernels": Counter(re.findall(rf"%(\w+?)(?:_\d+)?(?:\.\w+)* = .*{KERNEL}", text)),
         }
     return found
 
