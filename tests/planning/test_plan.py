@@ -395,8 +395,8 @@ def figures(name):
 def test_programs_of_the_recipe_fit_and_are_counted_right():
     """The 30B recipe on 64 chips of v5p, all of its layers, with an eighth of a row's tokens.
 
-    Whole rows have the figures in docs/plan.md: 56.6 GB, and 1.44 s executed. What is sent is the same, the weights and
-    their gradients, but for a percent.
+    Whole rows (`plan --config=configs/qwen3_30b_a3b.py --topology=v5p:4x4x4 --programs=update`) take 59.6 GB, and
+    1.37 s executed. What is sent is the same, the weights and their gradients, but for a percent.
     """
     found = ahead.figures("tests.planning.test_plan", "v5p:4x4x4")
     assert list(found["programs"]) == PROGRAMS
@@ -413,7 +413,7 @@ def test_programs_of_the_recipe_fit_and_are_counted_right():
     assert 0 < seconds["exposed"] < 0.8 * seconds["ici"], "gathers overlap with what there is to compute, 0.09 s"
     assert update["peak_bytes"] <= 19.6e9 and seconds["per_op"] <= 0.25
     assert 175e9 <= update["ici_bytes"] <= 185e9
-    assert seconds["executed"] == pytest.approx(0.277, rel=0.05)
+    assert seconds["executed"] == pytest.approx(0.309, rel=0.05)
     assert sum(update["executed_by"].values()) == pytest.approx(seconds["executed"])
     assert found["chip"] == "v5p"
 
