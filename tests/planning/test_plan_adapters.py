@@ -19,6 +19,7 @@ from gspo_jax.parallel import processes
 from gspo_jax.parallel.mesh import make_mesh
 from gspo_jax.planning import hlo, jaxpr, memory, programs, rates, topology
 from gspo_jax.planning.ahead import Compiled, LiveBuffer, compile_ahead
+from gspo_jax.planning.loads import SKEW
 from gspo_jax.planning.setting import Setting
 from gspo_jax.rollout.sampling import StopRule
 from gspo_jax.setup.checks import check
@@ -271,7 +272,7 @@ def figures():
     fields |= {"mesh.fsdp": 1, "mesh.expert": 8, "sampling.mesh.data": 1, "sampling.mesh.expert": 8}
     config.update_from_flattened_dict(fields | {"training.logprob_chunk": 8 * 192})
     model = replace(find("Qwen3-30B-A3B"), num_layers=2)
-    given, _, key = plan.prepare(config, model, "v5e:2x4", slices=1, rates=None)
+    given, _, key = plan.prepare(config, model, "v5e:2x4", slices=1, rates=None, skew=SKEW)
     with TemporaryDirectory() as folder, plan.ThreadPoolExecutor(processes.cores()) as pool:
         place = Path(folder)
         options = {"pool": pool, "slices": 1, "key": key, "cache": place, "dump": place}

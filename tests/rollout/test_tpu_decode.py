@@ -20,6 +20,7 @@ import pytest
 
 from gspo_jax import cli, plan
 from gspo_jax.planning import programs
+from gspo_jax.planning.loads import SKEW
 from gspo_jax.setup.checks import check
 from tests import ahead
 
@@ -33,7 +34,7 @@ BYTES = {"bf16": 2, "f32": 4, "s32": 4, "s8": 1}
 def figures(folder=None):
     """Return memory, largest copies and kernels of the recipe's pieces on one chip of TARGET, and those of reshard."""
     config = cli.load_config(RECIPE)
-    setting, _, _ = plan.prepare(config, check(config), TARGET, slices=1, rates=None)
+    setting, _, _ = plan.prepare(config, check(config), TARGET, slices=1, rates=None, skew=SKEW)
     made = [*programs.make("reshard", setting.engine), *programs.make("sample_decode", setting.engine)[: len(PIECES)]]
     found = {}
     for name, program in zip(("reshard", *PIECES), made, strict=True):
