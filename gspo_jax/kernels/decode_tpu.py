@@ -105,8 +105,11 @@ def layer_bytes(matrix: Stacked) -> int:
 
 
 def in_place(*trees: Any) -> Any:
-    """Keep arrays in HBM: the compiler may else move those of all layers to VMEM in every layer."""
-    if platform() != "tpu":
+    """Keep arrays in HBM: the compiler may else move those of all layers to VMEM in every layer.
+
+    Not where VMEM is small: v4 has another memory on chip, from which some would go to HBM in every layer.
+    """
+    if platform() != "tpu" or pltpu.get_tpu_info().vmem_capacity_bytes <= _SMALL:
         return trees
     return jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), trees)
 
