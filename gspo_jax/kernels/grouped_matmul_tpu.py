@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from gspo_jax.errors import UserError
 from gspo_jax.kernels.backend import unchecked
-from gspo_jax.kernels.visits_tpu import LANES, VMEM, accumulate, for_parts, part_of, repeated, row_tile, schedule, taken
+from gspo_jax.kernels.visits_tpu import LANES, VMEM, accumulate, for_parts, part_of, row_tile, schedule, taken
 
 
 class Thin(NamedTuple):
@@ -291,7 +291,6 @@ def _products(
 
     of_out = pl.BlockSpec((tile, columns), lambda n, v, group, tile, *_: (tile[v], n))
     of_pair = pl.BlockSpec((2 * tile, columns), lambda n, v, group, tile, *_: (tile[v], n))
-    of_kept_pair = pl.BlockSpec((None, 2 * tile, columns), lambda n, v, group, tile, *_: (0, tile[v], n))
     of_shares = pl.BlockSpec((None, None, *numbers[2:]), lambda n, v, group, tile, *_: (0, tile[v], 0, 0))
     of_d_shares = pl.BlockSpec((None, None, *numbers[2:]), lambda n, v, group, tile, *_: (n, tile[v], 0, 0))
     out_shapes, out_specs = [jax.ShapeDtypeStruct((N, width), rows[0].dtype)] * outs, [of_out] * outs
@@ -301,10 +300,6 @@ def _products(
     if gated and transposed:
         out_shapes.append(jax.ShapeDtypeStruct(numbers, jnp.float32))
         out_specs.append(of_d_shares)
-
-    # A pair is read where a scan over layers keeps it, without a copy of its slice, if the grid's size is known.
-    fused = pair is not None and (likely is None or likely >= N)
-    visits = repeated(visits, counts[0]) if fused else visits
 
     def run(count: Array, *args: Array) -> tuple[Array, ...]:
         return pl.pallas_call(
@@ -318,16 +313,13 @@ def _products(
                     *[pl.BlockSpec((None, 1, block[1]), scale)] * len(scales),
                     *of_thin,
                     *[of_shares] * gated,
-                    *[of_kept_pair] * (pair is not None),
+                    *[of_pair] * (pair is not None),
                 ),
                 out_specs=tuple(out_specs),
-                grid=(blocks, len(visits.tile) if fused else count),
+                grid=(blocks, count),
                 scratch_shapes=(pltpu.VMEM(block, rows[0].dtype),) * len(scales),
             ),
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "arbitrary"),
-                allow_input_fusion=[False] * (len(args) - 1) + [True] if fused else None,
-            ),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
             # The number of used rows is unknown at compile time.
             cost_estimate=pl.CostEstimate(
                 flops=2 * N * (inner * width * len(weights) + rank * (len(rows) * inner + sums * width)),
@@ -341,7 +333,7 @@ def _products(
         )(*args)
 
     rank3 = (s.astype(jnp.float32)[:, None] for s in scales)
-    others = (*rank3, *path, *by_lanes, *(() if pair is None else (pair[None],)))
+    others = (*rank3, *path, *by_lanes, *(() if pair is None else (pair,)))
     return unchecked(run, counts[0], *visits, jnp.asarray(layer, jnp.int32).reshape(1), *rows, *weights, *others)
 
 

@@ -372,10 +372,7 @@ def _call(
     spans: Int[Array, "3 M"],
     rows: _Rows,
     name: str,
-    *,
-    kept: Sequence[int] = (),
 ) -> tuple[Array, ...]:
-    """Run a kernel. Inputs `kept`, [1, …], are read where a scan over layers keeps them, without copies of slices."""
     block = rows.block
     visits, count = _visits(spans, rows.tokens, block, part_length(block), interpret=rows.interpret)
     by_block = jnp.swapaxes(spans.reshape(3, -1, block), 0, 1)
@@ -394,10 +391,7 @@ def _call(
                 grid=(rows.groups, count),
                 scratch_shapes=scratch,
             ),
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "arbitrary"),
-                allow_input_fusion=[False] * (1 + len(args) - len(inputs)) + [i in kept for i in range(len(inputs))],
-            ),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
             interpret=rows.interpret,
             name=name,
         )(*args)
@@ -413,13 +407,6 @@ def _specs(rows: _Rows) -> tuple[pl.BlockSpec, ...]:
         pl.BlockSpec((block, width), lambda p, n, query, key, *_: (key[n], p // shared)),
         pl.BlockSpec((None, heads, block), lambda p, n, query, *_: (p, 0, query[n])),
     )
-
-
-def _first(spec: pl.BlockSpec) -> pl.BlockSpec:
-    """Return the spec of the same block in an array [1, …]."""
-    assert spec.block_shape is not None and spec.index_map is not None
-    index: Any = spec.index_map
-    return pl.BlockSpec((None, *spec.block_shape), lambda *args: (0, *index(*args)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -465,7 +452,7 @@ def _attend_backward(rows: _Rows, residuals: tuple[Array, ...], grads: Array) ->
     log_sum = jnp.where(valid[None, None], log_sum, -_MASKED)
     dq, d_keys = _call(
         _backward_kernel,
-        ((q, of_q), (k, of_k), (v[None], _first(of_k)), (out[None], _first(of_q)), (grads, of_q), (log_sum, numbers)),
+        ((q, of_q), (k, of_k), (v, of_k), (out, of_q), (grads, of_q), (log_sum, numbers)),
         (
             (jax.ShapeDtypeStruct(q.shape, q.dtype), of_q),
             (jax.ShapeDtypeStruct((rows.groups, 2, M, width), jnp.float32), pl.BlockSpec(memory_space=pl.ANY)),
@@ -481,7 +468,6 @@ def _attend_backward(rows: _Rows, residuals: tuple[Array, ...], grads: Array) ->
         spans,
         rows,
         "packed_attention_backward",
-        kept=(2, 3),
     )
     d_keys = d_keys.reshape(-1, rows.shared, 2, M, width).sum(axis=1)
     dk, dv = (d_keys[:, 0] * rows.scale).astype(k.dtype), d_keys[:, 1].astype(v.dtype)

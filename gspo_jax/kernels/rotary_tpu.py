@@ -86,13 +86,12 @@ def _call(
 ) -> Any:
     """Run a kernel over tiles of tokens. The backward one also returns its tiles' shares, [tiles, 1, h].
 
-    The first array is read where a scan over layers keeps it, without a copy of its slice. Blocks take half of the VMEM
-    budget: the compiler fuses the slice if there is room for one more.
+    The compiler may read the first array where a scan over layers keeps it, without a copy of its slice.
     """
     (N, width), size, back = wide[0].shape, wide[0].dtype.itemsize, len(wide) > 1
     moved = (len(wide) + 1) * size * width + 4 * LANES
     tile = 512
-    while tile > 16 and 2 * tile * moved > VMEM // 2:
+    while tile > 16 and 2 * tile * moved > VMEM:
         tile //= 2
     tile = min(tile, N)
     tiles, one = pl.cdiv(N, tile), pl.BlockSpec((1, LANES), lambda i: (0, 0))

@@ -88,13 +88,6 @@ def schedule(
     return Visits(*visits), counts
 
 
-def repeated(visits: Visits, count: Int[Array, ""]) -> Visits:
-    """Return the first `count` visits, then the last of them again and again, without rows."""
-    live, last = jnp.arange(len(visits.tile)) < count, jnp.maximum(count - 1, 0)
-    group, tile = (jnp.where(live, x, x[last]) for x in (visits.group, visits.tile))
-    return Visits(group, tile, *(jnp.where(live, x, 0) for x in (visits.first, visits.end)))
-
-
 def row_tile(rows: int, groups: int, likely: int, width: int, size: int) -> int:
     """Return the rows per tile: the largest of 512, 256 and 128 that an average group fills; fewer if few or very wide.
 
