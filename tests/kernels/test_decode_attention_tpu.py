@@ -49,7 +49,7 @@ def check(case, monkeypatch, ages, lengths, chosen):
     rng, pages, kv = np.random.default_rng(0), B * case.pages + 3, case.keys
     H = GROUP * kv
     column = 2 * kv * (WIDTH + 4 if case.cache else WIDTH * jnp.dtype(case.dtype).itemsize)
-    monkeypatch.setattr(decode_attention_tpu, "_BLOCK_BYTES", case.columns * column)
+    monkeypatch.setattr(decode_attention_tpu, "BLOCK_BYTES", case.columns * column)
     monkeypatch.setattr(decode_attention_tpu, "LANES", 16)
     monkeypatch.setattr(decode_attention_tpu, "cores", lambda: case.cores)
 
@@ -124,7 +124,7 @@ def test_visits_are_the_live_blocks(cores, monkeypatch):
     By prompt, slots are 1 (prompt 0: 2 blocks; 17 old columns: 2 visits), 3 (2 blocks; none), 0 (prompt 1: 1 block; 8
     columns: 1 visit); slot 2 is idle. The first core takes slots up to the middle of the 8 visits.
     """
-    monkeypatch.setattr(decode_attention_tpu, "_BLOCK_BYTES", 16 * 2 * 4 * 16)
+    monkeypatch.setattr(decode_attention_tpu, "BLOCK_BYTES", 16 * 2 * 4 * 16)
     monkeypatch.setattr(decode_attention_tpu, "cores", lambda: cores)
     prompts, pool = jnp.zeros((1, 2, 1, 32, 16)), jnp.zeros((1, 9, 1, 8, 16))
     table, ages = jnp.zeros((4, 5), jnp.int32), jnp.asarray([9, 18, 0, 1])
