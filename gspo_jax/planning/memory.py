@@ -100,7 +100,7 @@ def argument_kind(path: str) -> str:
         return FROZEN
     if "params" in path or "trainable" in path:
         return PARAMETERS
-    return "cache" if ".k" in path or ".v" in path or path.startswith("rings") else "batch"
+    return "cache" if ".k" in path or ".v" in path or path.startswith("pools") else "batch"
 
 
 def kind_of(
