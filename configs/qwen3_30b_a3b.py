@@ -98,15 +98,25 @@ def responses_16k(config: ConfigDict) -> None:
 
 
 def partial_16k(config: ConfigDict) -> None:
-    """The same as `plan --tune` sets it: partial rollouts, 1024 prompts in flight until 60% of the unfinished end.
+    """The same with partial rollouts: 2048 prompts in flight until 30% of the unfinished responses end.
 
-    Fewer slots leave memory for the prefixes' keys and values; the sampler's experts are spread over all chips.
+    A chip's pool holds 320 × 1024 tokens, what 96 responses in progress have on average. The sampler's experts are
+    spread over all chips.
     """
     responses_16k(config)
     config.sampling.mesh.expert = 64
-    config.sampling.slots = 1536
-    config.sampling.partial.prompts = 1024
-    config.sampling.partial.share = 0.6
+    config.sampling.slots = 6144
+    config.sampling.pool_tokens = 64 * 320 * 1024
+    config.sampling.partial.prompts = 2048
+    config.sampling.partial.share = 0.3
+
+
+def int8_16k(config: ConfigDict) -> None:
+    """The same with keys and values in int8: a chip's pool holds 512 × 1024 tokens, of 128 responses in progress."""
+    partial_16k(config)
+    config.sampling.cache_dtype = "int8"
+    config.sampling.slots = 8192
+    config.sampling.pool_tokens = 64 * 512 * 1024
 
 
 ARGUMENTS = {
@@ -115,4 +125,5 @@ ARGUMENTS = {
     "long": long,
     "16k": responses_16k,
     "16k_partial": partial_16k,
+    "16k_int8": int8_16k,
 }

@@ -15,8 +15,10 @@ from gspo_jax.kernels.backend import platform
 
 _COLUMNS, _PAGES = 64, 8
 """Minimum columns per page, and maximum pages of the longest response, by default. Attention reads whole pages."""
-_TPU_TILE, _TPU_COLUMNS = 128, 256
-"""Of which pages are multiples on TPU, and their columns by default: its attention reads live pages alone."""
+_TPU_LANES, _TPU_COLUMNS = 128, 256
+"""Least columns by default on TPU, and most: its attention reads live pages alone."""
+_TPU_TILE = 32
+"""Columns of int8 that a TPU keeps together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +41,23 @@ class Pool:
 def default_columns(length: int, platform: str = "cpu") -> int:
     """Return the columns per page for responses of up to `length` tokens."""
     if platform == "tpu":
-        return min(_TPU_COLUMNS, -(-length // _TPU_TILE) * _TPU_TILE)
+        return min(_TPU_COLUMNS, -(-length // _TPU_LANES) * _TPU_LANES)
     size = -(-length // _PAGES)
     return min(length, -(-size // _COLUMNS) * _COLUMNS)
+
+
+def page_columns(page: int | None, length: int, platform: str) -> int:
+    """Return the columns per page, `page` or by default.
+
+    Raises:
+      UserError: a TPU's kernels cannot read such pages.
+    """
+    if page is None:
+        return default_columns(length, platform)
+    if platform == "tpu" and page % _TPU_TILE:
+        near = -(-page // _TPU_TILE) * _TPU_TILE
+        raise UserError(f"sampling.page is {page}, and on TPU pages are multiples of {_TPU_TILE} tokens; use {near}")
+    return page
 
 
 def whole_pool(slots: int, length: int, columns: int | None = None) -> Pool:

@@ -19,7 +19,7 @@ from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import decoder, polled
 from gspo_jax.rollout.loop import Decoded, DecodeStats
-from gspo_jax.rollout.pages import default_columns, fitting
+from gspo_jax.rollout.pages import fitting, page_columns
 from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.precision import Precision
 from gspo_jax.rollout.prefixes import Prefix, bucket, pack
@@ -60,7 +60,7 @@ class Sampler:
           dtype: of the weights, except those declared float32.
           slots: None or more than there are responses: all.
           pool_tokens: of the pool of keys and values, over all devices; None: slots × longest response.
-          page: tokens per page of the pool; None: `default_columns`.
+          page: tokens per page of the pool; None: by `pages.default_columns`.
           poll_steps: decode steps between calls of `poll`; None: only before a sampling call.
           precision: rounds weights not declared float32.
           shares_frozen: use the trainer's frozen weights, already in this layout and dtype.
@@ -70,7 +70,8 @@ class Sampler:
         self._weights: Weights | None = None
         self._sampling, self._slots, self._router_logprobs = sampling, slots, router_logprobs
         self._poll_steps, self._cache_dtype = poll_steps, cache_dtype
-        self._pool_tokens, self._page = pool_tokens, page
+        self._pool_tokens = pool_tokens
+        self._columns = page_columns(page, stop.max_length, mesh.devices.flat[0].platform)
         self.group_size, self.stop, self.mesh = group_size, stop, mesh
         self.copy_bytes = 0
         """Size of the newest copy of the weights, over all devices."""
@@ -94,9 +95,7 @@ class Sampler:
         shards = mesh_lib.batch_shards(dict(self.mesh.shape))
         slots = responses if self._slots is None else min(self._slots, responses)
         tokens = None if self._pool_tokens is None else self._pool_tokens // shards
-        platform = self.mesh.devices.flat[0].platform
-        columns = self._page or default_columns(self.stop.max_length, platform)
-        own, pool = fitting(slots // shards, self.stop.max_length, tokens, columns, grows=min_ended < 1)
+        own, pool = fitting(slots // shards, self.stop.max_length, tokens, self._columns, grows=min_ended < 1)
         return {
             "sampling": self._sampling,
             "stop": self.stop,

@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from gspo_jax.rollout.pages import PageTable, Pool, default_columns, whole_pool
+from gspo_jax.errors import UserError
+from gspo_jax.rollout.pages import PageTable, Pool, default_columns, fitting, page_columns, whole_pool
 
 
 def held(pages: PageTable, counts) -> list[list[int]]:
@@ -47,3 +49,19 @@ def test_a_whole_pool_gives_nothing_as_all_have_theirs():
 
 def test_default_columns_make_at_most_eight_pages():
     assert [default_columns(length) for length in (1, 64, 70, 512, 1000, 16_384)] == [1, 64, 64, 64, 128, 2048]
+
+
+def test_pages_of_a_tpu_are_whole_tiles():
+    assert [page_columns(None, length, "tpu") for length in (1, 200, 16_384)] == [128, 256, 256]
+    assert page_columns(96, 1000, "tpu") == 96 and page_columns(70, 1000, "cpu") == 70
+    with pytest.raises(UserError, match="page is 70, and on TPU pages are multiples of 32 tokens; use 96"):
+        page_columns(70, 1000, "tpu")
+
+
+def test_a_pool_serves_as_many_whole_responses_as_it_holds_or_all_that_grow():
+    assert fitting(8, 100, None, 32, grows=False) == (8, Pool(32, 32))
+    assert fitting(8, 100, 9999, 32, grows=True) == (8, Pool(32, 32)), "no more pages than the slots may need"
+    assert fitting(8, 100, 400, 32, grows=False) == (3, Pool(32, 12))
+    assert fitting(8, 100, 400, 32, grows=True) == (8, Pool(32, 12))
+    with pytest.raises(UserError, match="leaves 127 tokens to a batch shard, and one response may need 128"):
+        fitting(8, 100, 127, 32, grows=True)
