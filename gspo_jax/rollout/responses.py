@@ -105,7 +105,7 @@ class ResponseBuffer:
         """
         T, prefix_lengths = stop.max_length, prefilled.prefix_lengths
         sampled = jax.tree.map(lambda x: x[:, :T], self.sampled)
-        fed = jax.tree.map(lambda x: x.reshape(len(x), -1, x.shape[-1])[:, :T], self.routes)
+        fed = jax.tree.map(lambda x: x.reshape(len(x), x.shape[1] * BLOCK, x.shape[-1])[:, :T], self.routes)
         tokens, at = sampled.tokens, jnp.arange(T)[None]
         available = at < jnp.minimum(limits, self.lengths)[:, None]
         eos = is_eos(tokens, stop.eos_ids) & available & (at >= prefix_lengths[:, None])
@@ -153,4 +153,4 @@ def _in_blocks(tokens: int) -> int:
 
 
 def _blocks(x: Shaped[Array, "n M X"]) -> Shaped[Array, "n B b X"]:
-    return x.reshape(len(x), -1, BLOCK, x.shape[-1])
+    return x.reshape(len(x), x.shape[1] // BLOCK, BLOCK, x.shape[-1])

@@ -275,7 +275,7 @@ def figures():
     given, _, key = plan.prepare(config, model, "v5e:2x4", slices=1, rates=None, skew=SKEW)
     with TemporaryDirectory() as folder, plan.ThreadPoolExecutor(processes.cores()) as pool:
         place = Path(folder)
-        options = {"pool": pool, "slices": 1, "key": key, "cache": place, "dump": place}
+        options = {"pool": pool, "key": key, "cache": place, "dump": place}
         found = dict(plan.plan_programs(("update", "sample_prefill", "reshard"), given, **options))
         for name in ("update", "sample_prefill"):
             found[name]["of_sizes"] = of_sizes((place / f"{name}.hlo").read_text(), sizes_in_int8(given))

@@ -213,6 +213,16 @@ def test_a_call_that_may_return_early_sets_the_youngest_aside(slots, pool, one_b
     assert stats.decode_tokens == found.mask.sum() - 32
 
 
+def test_a_dense_model_has_no_routes():
+    config = dataclasses.replace(CONFIG, num_experts=0, num_layers=1)
+    graph, _ = transformer.abstract(config)
+    keys = response_keys(jax.random.key(1), jnp.arange(8))
+    batch = jax.tree.map(lambda x: x[:2], prompts())
+    options = {"sampling": SamplingParams(), "stop": StopRule(max_length=9, eos_ids=(3,)), "slots": 3}
+    found = generate(graph, weights(config), batch, keys, **options).rollout
+    assert found.routes.experts.shape == (8, batch.tokens.shape[1] + 9, 0, 0) and (found.mask.sum(axis=1) > 0).all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", make_decode.CASES)
 def test_pages_sample_what_rings_did(case):
