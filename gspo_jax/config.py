@@ -107,10 +107,11 @@ def base() -> ConfigDict:
     config.sampling.cache_dtype = ""
     config.sampling.slots = placeholder(int)  # responses decoded concurrently, over all devices. None: all
     # Tokens whose keys and values are stored at a time, over all devices. Slots that they cannot hold at full length
-    # stay unused, but for partial rollouts, where responses take pages as they grow. None: what the slots may need, or
-    # on an accelerator what fits beside all else.
+    # stay unused, but for partial rollouts, where responses take pages as they grow. None: what the slots may need.
     config.sampling.pool_tokens = placeholder(int)
-    config.sampling.page = placeholder(int)  # tokens per page of the pool. None: an eighth of the longest, at least 64
+    config.sampling.page = placeholder(
+        int
+    )  # tokens per page. None: an eighth of the longest, at least 64; TPU: 128 or 256
     config.sampling.mesh = ConfigDict()  # sampler mesh on the trainer's devices. All 0: as `mesh`. Otherwise 0 means 1
     config.sampling.mesh.update({"data": 0, "fsdp": 0, "expert": 0, "tensor": 0})
     config.sampling.partial = ConfigDict()  # unfinished responses resume in the next sampling call

@@ -36,9 +36,9 @@ class _Sizes(NamedTuple):
     """Columns that a visit reads."""
 
     prompt: int
-    """Of a prompt."""
+    """Columns of a prompt per visit."""
     pages: int
-    """Pages of a slot."""
+    """Pages of a slot per visit."""
     page: int
     """Columns of a page."""
 

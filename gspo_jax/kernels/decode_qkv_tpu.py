@@ -23,6 +23,7 @@ from gspo_jax.kernels.decode_tpu import (
     vmem_budget,
     vmem_limit,
 )
+from gspo_jax.kernels.rotary import Rotation
 
 HeadNorms = Literal["none", "head", "projection"]
 """RMS norm of queries and keys: none, of each head, or of all heads of a token together."""
@@ -112,9 +113,8 @@ def _kernel(
 def rotation(
     positions: Int[Array, " B"], frequencies: Float[Array, " half"]
 ) -> tuple[Float[Array, "B h"], Float[Array, "B h"]]:
-    """Return the cosines and signed sines by which each half of a head is turned; see `models.attention.rope`."""
-    angle = positions[:, None].astype(jnp.float32) * frequencies[None]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    """Return the cosines and signed sines by which each half of a head is turned; see `rotary.rope`."""
+    cos, sin = (x[:, 0, 0] for x in Rotation.of(positions[:, None], frequencies))
     return jnp.concatenate([cos, cos], axis=1), jnp.concatenate([-sin, sin], axis=1)
 
 

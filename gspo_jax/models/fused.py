@@ -12,7 +12,7 @@ Other layers, and other platforms, take `Transformer`'s own step, which computes
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -210,7 +210,7 @@ def _decode(
             shape = L, len(rows), stack.router.k
             log = RouteLog(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
         one = _spread_layer if stack.is_spread else _layer
-        run = partial(one, stack, config, turn, visits, fed, cache, first, held, interpret)
+        run = partial(one, _Step(stack, config, turn, visits, fed, cache, first, held, interpret))
         rows, y, pools, log = jax.lax.fori_loop(0, L, run, (rows, jnp.zeros_like(rows), pools, log))
         x = rows + y
         if stack.is_spread:
@@ -232,78 +232,78 @@ _State = tuple[Float[Array, "B D"], Float[Array, "B D"], tuple[KV, KV], RouteLog
 """Residual stream, what is to be added to it, pools, and the routes of the stack."""
 
 
-def _layer(
-    stack: _Stack,
-    config: ModelConfig,
-    turn: tuple[Array, Array],
-    visits: Visits,
-    active: Array,
-    cache: Cache,
-    first: int,
-    held: Array,
-    interpret: bool,
-    layer: Int[Array, ""],
-    state: _State,
-) -> _State:
-    x, y, pools, log = state
-    where: Any = {"layer": layer, "interpret": interpret}
-    options: Any = {"eps": config.rms_norm_eps, **where}
+class _Step(NamedTuple):
+    """Inputs of a stack's layers that do not change from one to the next."""
+
+    stack: _Stack
+    config: ModelConfig
+    turn: tuple[Array, Array]
+    """As of `decode_qkv_tpu.rotation`."""
+    visits: Visits
+    active: Float[Array, "B 1"]
+    cache: Cache
+    first: int
+    """Number of the stack's first layer in the cache."""
+    held: Int[Array, ""]
+    """Id of the first expert held here."""
+    interpret: bool
+
+    def attend(self, own: Array, pools: tuple[KV, KV], layer: Array, dtype: Any) -> tuple[Array, tuple[KV, KV]]:
+        prompts, where = (self.cache.prompt_k, self.cache.prompt_v), layer + self.first
+        return paged_attention(own, prompts, pools, self.visits, layer=where, dtype=dtype, interpret=self.interpret)
+
+    def experts(self, rows: Array, layer: Array) -> Array:
+        matrices, config = (self.stack.gate, self.stack.up, self.stack.down), self.config
+        sizes = {"k": config.experts_per_token, "experts": config.num_experts}
+        return experts_sum(rows, *matrices, layer=layer, first=self.held, interpret=self.interpret, **sizes)
+
+
+def _layer(step: _Step, layer: Int[Array, ""], state: _State) -> _State:
+    (x, y, pools, log), stack = state, step.stack
+    where: Any = {"layer": layer, "interpret": step.interpret}
+    options: Any = {"eps": step.config.rms_norm_eps, **where}
     with jax.named_scope("attention"):
-        matrices = stack.q, stack.k, stack.v, turn, stack.norms
+        matrices = stack.q, stack.k, stack.v, step.turn, stack.norms
         own = heads(x, y, stack.attention_norm, *matrices, head_norms=stack.head_norms, **options)
-        of_cache: Any = {"layer": layer + first, "dtype": x.dtype, "interpret": interpret}
-        attended, pools = paged_attention(own, (cache.prompt_k, cache.prompt_v), pools, visits, **of_cache)
+        attended, pools = step.attend(own, pools, layer, x.dtype)
         o = stack.o
         if _sharded("tensor"):
             part = projection(attended, o, len(x), dtype=x.dtype, **where)
             attended, o = jax.lax.psum(part, "tensor"), None
-        x, rows, log = output_and_routes(attended, x, y, active, o, stack.router, log, **options)
+        x, rows, log = output_and_routes(attended, x, y, step.active, o, stack.router, log, **options)
     with jax.named_scope("feed_forward"):
         if rows is None:
             y = mlp(x, stack.mlp_norm, stack.gate, stack.up, stack.down, **options)
         else:
-            y = _exchange(rows, stack, config, layer, held, interpret)
+            over = _over_experts()
+            y = step.experts(_all_rows(rows) if over else rows, layer)
+            y = jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True) if over else y
         y = jax.lax.psum(y, "tensor") if _sharded("tensor") else y
     return x, y, pools, log
 
 
-def _spread_layer(
-    stack: _Stack,
-    config: ModelConfig,
-    turn: tuple[Array, Array],
-    visits: Visits,
-    active: Array,
-    cache: Cache,
-    first: int,
-    held: Array,
-    interpret: bool,
-    layer: Int[Array, ""],
-    state: _State,
-) -> _State:
+def _spread_layer(step: _Step, layer: Int[Array, ""], state: _State) -> _State:
     """As `_layer`, with every shard's rows on each: attention alone needs a row's own shard.
 
     Collectives: an all-to-all of columns to their rows' shards, all-gathers of attention's rows and of o's columns, an
     all-reduce of the experts' sums.
     """
-    x, y, pools, log = state
-    (shards, B), where = (jax.lax.axis_size("expert"), len(turn[0])), {"layer": layer, "interpret": interpret}
-    options: Any = {"eps": config.rms_norm_eps, **where}
+    (x, y, pools, log), stack, turn = state, step.stack, step.turn
+    shards, B = jax.lax.axis_size("expert"), len(turn[0])
+    options: Any = {"eps": step.config.rms_norm_eps, "layer": layer, "interpret": step.interpret}
     with jax.named_scope("attention"):
         matrices = stack.q, stack.k, stack.v
         own = columns(x, (y, stack.attention_norm), matrices, **options).reshape(shards, B, -1)
         parts = jax.lax.all_to_all(own, "expert", split_axis=0, concat_axis=0, tiled=True)
         widths = stack.q.weights.shape[-1], stack.k.weights.shape[-1], stack.v.weights.shape[-1]
         own = heads_of_parts(parts, widths, turn, stack.norms, head_norms=stack.head_norms, **options)
-        of_cache: Any = {"layer": layer + first, "dtype": x.dtype, "interpret": interpret}
-        attended, pools = paged_attention(own, (cache.prompt_k, cache.prompt_v), pools, visits, **of_cache)
+        attended, pools = step.attend(own, pools, layer, x.dtype)
         attended = _all_rows(attended[:B].astype(x.dtype).reshape(B, -1))
         parts = jax.lax.all_gather(columns(attended, None, (stack.o,), **options), "expert")
-        x, rows, log = output_and_routes(parts, x, y, active, None, stack.router, log, **options)
+        x, rows, log = output_and_routes(parts, x, y, step.active, None, stack.router, log, **options)
     with jax.named_scope("feed_forward"):
         assert rows is not None, "only mixtures have an axis `expert`"
-        sizes = {"k": config.experts_per_token, "experts": config.num_experts}
-        y = experts_sum(rows, stack.gate, stack.up, stack.down, first=held, **sizes, **where)
-        y = jax.lax.psum(y, "expert")
+        y = jax.lax.psum(step.experts(rows, layer), "expert")
     return x, y, pools, log
 
 
@@ -315,13 +315,3 @@ def _first_held(stack: _Stack) -> Int[Array, ""]:
     """Return the id of the first expert held here."""
     held = stack.gate.weights.shape[1]
     return jax.lax.axis_index("expert") * held if _over_experts() else jnp.zeros((), jnp.int32)
-
-
-def _exchange(
-    rows: Array, stack: _Stack, config: ModelConfig, layer: Array, held: Array, interpret: bool
-) -> Float[Array, "B D"]:
-    over = _over_experts()
-    rows = _all_rows(rows) if over else rows
-    sizes = {"k": config.experts_per_token, "experts": config.num_experts}
-    y = experts_sum(rows, stack.gate, stack.up, stack.down, layer=layer, first=held, interpret=interpret, **sizes)
-    return jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True) if over else y

@@ -29,7 +29,7 @@ class OpWork(NamedTuple):
     bytes: float
     """Main-memory traffic."""
     steps: float = 1.0
-    """Of a kernel whose grid has a dimension known only at run time: its size."""
+    """Size of a kernel's grid dimension that is known only at run time."""
 
 
 class KernelCall(NamedTuple):

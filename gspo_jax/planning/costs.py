@@ -44,7 +44,7 @@ Kernels = Mapping[str, Callable[[KernelCall], OpWork]]
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What runs a program."""
+    """Hardware that runs a program."""
 
     cores: int = 1
     """Cores of a chip, which share parallel grid dimensions."""

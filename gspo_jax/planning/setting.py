@@ -40,7 +40,7 @@ class Setting:
 
     @property
     def machine(self) -> Machine:
-        """What runs the programs."""
+        """Hardware that runs the programs."""
         return Machine(self.chip.cores, self.slices, self.torus)
 
     @property

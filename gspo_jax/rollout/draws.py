@@ -35,9 +35,9 @@ class Verdict:
 
     draws: int
     halves: float
-    """Of the draws in the lower half of the ids: normal approximation to the binomial distribution."""
+    """P-value of the draws in the lower half of the ids: normal approximation to the binomial distribution."""
     parts: float
-    """Of the draws by equal ranges of ids: chi-squared. Small for counts that are too uneven or too even."""
+    """P-value of the draws by equal ranges of ids: chi-squared. Small for counts that are too uneven or too even."""
 
     @property
     def right(self) -> bool:

@@ -195,7 +195,6 @@ class DecodeLoop:
         n, B, T = self.queue.shape[0], self.slots, self.stop.max_length
         at, zero = jnp.arange(B, dtype=jnp.int32), jnp.zeros((), jnp.int32)
         kv, rows = self.prefilled.prompt_kv, log_rows(T, _LOG_ROWS)
-
         like = self.prefilled.first, jax.tree.map(flatten_routes, kv.routes)
         log = StepLog(*jax.tree.map(lambda x: jnp.zeros((rows, B, *x.shape[2:]), x.dtype), like))
         state = LoopState(
@@ -220,7 +219,7 @@ class DecodeLoop:
             state = dataclasses.replace(state, next_position=self.queue_length)
         else:
             state = self._refill(state)
-        return dataclasses.replace(state, running=self._continues(state, [*self.slot_counts[1:], 0][0]))
+        return dataclasses.replace(state, running=self._continues(state, self._fewer(0)))
 
     def advance(self, state: LoopState, steps: int | None = None) -> LoopState:
         """Step until all have ended, or enough, at most `steps` times."""
@@ -241,7 +240,7 @@ class DecodeLoop:
         return Decoded(rollout, unfinished, DecodeStats(*(x[None] for x in counts)))
 
     def _run_phase(self, state: LoopState, phase: int, last: Array | None) -> LoopState:
-        size, fewer = self.slot_counts[phase], [*self.slot_counts[1:], 0][phase]
+        size, fewer = self.slot_counts[phase], self._fewer(phase)
 
         def more(state: LoopState) -> Array:
             here = state.running & (state.phase == phase)
@@ -261,8 +260,12 @@ class DecodeLoop:
             return dataclasses.replace(state, slots=slots, pages=state.pages.reordered(order), phase=state.phase + 1)
 
         state = jax.lax.cond(over, compacted, lambda s: s, state)
-        fewer = [*self.slot_counts[2:], 0][phase]
-        return dataclasses.replace(state, running=jnp.where(over, self._continues(state, fewer), state.running))
+        running = self._continues(state, self._fewer(phase + 1))
+        return dataclasses.replace(state, running=jnp.where(over, running, state.running))
+
+    def _fewer(self, phase: int) -> int:
+        """Return the slots of the phase after this one, 0 after the last."""
+        return [*self.slot_counts[1:], 0][phase]
 
     def step(self, state: LoopState, *, fewer_slots: int) -> LoopState:
         """Feed the last token of every slot, sample the next, and refill slots with an ended response.
