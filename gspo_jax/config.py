@@ -109,9 +109,8 @@ def base() -> ConfigDict:
     # Tokens whose keys and values are stored at a time, over all devices. Slots that they cannot hold at full length
     # stay unused, but for partial rollouts, where responses take pages as they grow. None: what the slots may need.
     config.sampling.pool_tokens = placeholder(int)
-    config.sampling.page = placeholder(
-        int
-    )  # tokens per page. None: an eighth of the longest, at least 64; TPU: 128 or 256
+    # Tokens per page. None: an eighth of the longest response, at least 64; on TPU 128 or 256.
+    config.sampling.page = placeholder(int)
     config.sampling.mesh = ConfigDict()  # sampler mesh on the trainer's devices. All 0: as `mesh`. Otherwise 0 means 1
     config.sampling.mesh.update({"data": 0, "fsdp": 0, "expert": 0, "tensor": 0})
     config.sampling.partial = ConfigDict()  # unfinished responses resume in the next sampling call
