@@ -41,7 +41,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.training.row_tokens = 16384  # per chip; a prompt and four responses of full length
     config.training.logprob_chunk = 64 * 1024
     config.scoring.workers = 8
-    for name in filter(None, arg.split(",")):
+    for name in sorted(filter(None, arg.split(",")), key=str.isdigit):
         if name.isdigit():
             chips(config, int(name))
         elif name in ARGUMENTS:
@@ -55,7 +55,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
 
 def chips(config: ConfigDict, count: int) -> None:
-    """Set the number of v5p chips, with one prompt per chip; beyond 64, every 64 chips hold a copy of the weights.
+    """Set the number of v5p chips, with as much work for each as on 64, every 64 of which hold all weights.
 
     Raises:
       UserError: the experts cannot be divided over this number of chips.
@@ -63,9 +63,16 @@ def chips(config: ConfigDict, count: int) -> None:
     if count < 16 or (64 % count and count % 64):
         raise UserError(f"configs/qwen3_30b_a3b.py cannot be laid out on {count} chips; use 16, 32 or a multiple of 64")
     config.mesh.update({"data": -1, "fsdp": min(64, count)})
-    config.sampling.mesh.update({"expert": min(32, count)})
-    config.data.prompts_per_batch = count
+    config.sampling.mesh.update({"expert": min(config.sampling.mesh.expert, count)})
     config.training.logprob_chunk = count * 1024
+    for part, name in (
+        (config.data, "prompts_per_batch"),
+        (config.sampling.partial, "prompts"),
+        (config.sampling, "slots"),
+        (config.sampling, "pool_tokens"),
+    ):
+        if part[name] is not None:
+            part[name] = part[name] * count // 64
 
 
 def v6e(config: ConfigDict) -> None:
@@ -89,7 +96,7 @@ def long(config: ConfigDict) -> None:
     config.training.row_tokens = 32768
 
 
-def responses_16k(config: ConfigDict) -> None:
+def whole_16k(config: ConfigDict) -> None:
     """Sample 8192 responses of up to 15,872 tokens, 2048 at a time, and train on rows of 16,384 tokens per chip."""
     config.data.prompts_per_batch = 512
     config.sampling.max_response_length = 15872
@@ -103,9 +110,9 @@ def partial_16k(config: ConfigDict) -> None:
     A chip's pool holds 320 × 1024 tokens, what 96 responses in progress have on average. The sampler's experts are
     spread over all chips.
     """
-    responses_16k(config)
+    whole_16k(config)
     config.sampling.mesh.expert = 64
-    config.sampling.slots = 6144
+    config.sampling.slots = 64 * 96
     config.sampling.pool_tokens = 64 * 320 * 1024
     config.sampling.partial.prompts = 2048
     config.sampling.partial.share = 0.3
@@ -115,7 +122,7 @@ def int8_16k(config: ConfigDict) -> None:
     """The same with keys and values in int8: a chip's pool holds 512 × 1024 tokens, of 128 responses in progress."""
     partial_16k(config)
     config.sampling.cache_dtype = "int8"
-    config.sampling.slots = 8192
+    config.sampling.slots = 64 * 128
     config.sampling.pool_tokens = 64 * 512 * 1024
 
 
@@ -123,7 +130,7 @@ ARGUMENTS = {
     "v6e": v6e,
     "v5e": v5e,
     "long": long,
-    "16k": responses_16k,
-    "16k_partial": partial_16k,
+    "16k": partial_16k,
     "16k_int8": int8_16k,
+    "16k_whole": whole_16k,
 }

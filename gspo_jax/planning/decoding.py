@@ -138,9 +138,6 @@ def _schedule_by_pages(
     held, age, left = np.full((N, slots), -1), *np.zeros((2, N, slots), np.int64)
     now, following, rank, shards = *np.zeros((2, N), np.int64), np.arange(slots), np.arange(N)[:, None]
 
-    def used(more: np.ndarray) -> np.ndarray:
-        return np.where(held >= 0, -(-(age + more[:, None]) // page), 0).sum(axis=1)
-
     freed = np.ones(N, bool)
     while True:
         idle = held < 0
@@ -148,7 +145,7 @@ def _schedule_by_pages(
         response = order[shards, np.minimum(position, n - 1)]
         given = (rank < idle.sum(axis=1)[:, None]) & (position < queued[:, None]) & freed[:, None]
         needs = np.where(given, -(-np.take_along_axis(prefix, response, axis=1) // page) + 1, 0)
-        room = pages - used(np.zeros(N, np.int64)) - (~idle).sum(axis=1)
+        room = pages - np.where(idle, 0, -(-age // page) + 1).sum(axis=1)
         given &= needs.cumsum(axis=1) <= room[:, None]
         rows, taken = np.nonzero(given)
         at = np.argsort(~idle, axis=1, kind="stable")[rows, taken]
@@ -160,11 +157,12 @@ def _schedule_by_pages(
         if not busy.any():
             return start, end
         ahead = np.where(busy, left, NEVER).min(axis=1)
-        steps, most = np.zeros(N, np.int64), np.where(busy.any(axis=1), ahead, 0)
-        while (steps < most).any():  # bisect: the pages needed only grow
-            middle = (steps + most + 1) // 2
-            fits = used(middle) <= pages
-            steps, most = np.where(fits, middle, steps), np.where(fits, most, middle - 1)
+        # Every slot takes a page in any `page` steps, and first when it has filled its own.
+        free = pages - np.where(busy, -(-age // page), 0).sum(axis=1)
+        full = np.sort(np.where(busy, -age % page, NEVER), axis=1)
+        rounds, beyond = np.divmod(free, np.maximum(busy.sum(axis=1), 1))
+        lasts = rounds * page + full[np.arange(N), beyond]
+        steps = np.where(busy.any(axis=1), np.minimum(ahead, lasts), 0)
         now, age, left = now + steps, age + steps[:, None], left - steps[:, None]
         leaves = busy & (left == 0)
         freed, dry = leaves.any(axis=1), busy.any(axis=1) & (steps < ahead)

@@ -49,7 +49,9 @@ def test_published_shapes_have_the_parameters_in_their_names(name, whole, met):
     assert flops.forward(model, flops.Work(0, 0, 1)).forward == 4 * heads  # per query-key pair
 
 
-@pytest.mark.parametrize("name", ["", "v6e", "v5e", "long", "16", "1024", "long,256", "16k", "16k_partial", "16k_int8"])
+@pytest.mark.parametrize(
+    "name", ["", "v6e", "v5e", "long", "16", "1024", "long,256", "16k", "16k_int8,256", "16k_whole"]
+)
 def test_recipes_are_configs(name):
     config = cli.load_config(f"{RECIPE}:{name}")
     check(config)
@@ -68,7 +70,7 @@ def test_dense_recipes_are_configs(size):
     [
         (
             f"{RECIPE}:v7",
-            "takes no argument 'v7'; there are v6e, v5e, long, 16k, 16k_partial, 16k_int8, a number of chips",
+            "takes no argument 'v7'; there are v6e, v5e, long, 16k, 16k_int8, 16k_whole, a number of chips",
         ),
         (f"{RECIPE}:48", "cannot be laid out on 48 chips; use 16, 32 or a multiple of 64"),
         ("configs/qwen3_dense.py:7B", "takes no argument '7B'; did you mean"),

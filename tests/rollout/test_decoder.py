@@ -184,7 +184,7 @@ def test_slots_change_nothing(slots, one_by_one, decoded):
     assert stats.steps <= stats.slot_steps <= stats.steps * (slots or 32)
 
 
-POOLS = [(32, Pool(16, 24)), (8, Pool(8, 45)), (7, Pool(70, 2))]
+POOLS = [(8, Pool(8, 45)), (32, Pool(16, 24)), (7, Pool(70, 2))]
 
 
 @pytest.mark.parametrize(("slots", "pool"), mostly_slow(POOLS, always=POOLS[:1]))
@@ -211,6 +211,21 @@ def test_a_call_that_may_return_early_sets_the_youngest_aside(slots, pool, one_b
     np.testing.assert_array_equal(unfinished, ~ended)
     assert ended.sum() >= 24
     assert stats.decode_tokens == found.mask.sum() - 32
+
+
+@pytest.mark.slow
+def test_a_shared_pool_is_full_of_live_keys():
+    """Over a decode of log-normal lengths with a queue longer than the slots, at least 0.8 of the pool is in use."""
+    lengths = np.random.default_rng(0).lognormal(np.log(64) - 0.32, 0.8, 256)
+    limits = jnp.asarray(np.clip(lengths, 1, 256), jnp.int32)
+    keys, given = (
+        response_keys(jax.random.key(1), jnp.arange(256)),
+        SETTINGS | {"stop": StopRule(max_length=256, eos_ids=())},
+    )
+    batch = jax.tree.map(lambda x: jnp.tile(x, (4, *[1] * (x.ndim - 1))), prompts())
+    options = {"slots": 64, "pool": Pool(8, 256), "min_ended": 0.5, "limits": limits}
+    stats = jax.device_get(generate(GRAPH, weights(), batch, keys, **given | options).stats)
+    assert stats.filled.sum() / stats.slot_steps.sum() >= 0.8
 
 
 def test_a_dense_model_has_no_routes():
