@@ -1,6 +1,7 @@
 """The transformer: stacks of equal layers, each run by one scan, the same for training, prefill and decode."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -286,6 +287,10 @@ def _decode_stack(
     return x, dataclasses.replace(cache, k=k, v=v), routes
 
 
+_LARGE_HEAD = 1 << 30
+"""Bytes in bfloat16 from which the sampler spreads the head over `expert`. Reading fewer takes a decode step no longer
+than logits of many slots take over the links."""
+
 Base = Literal["trained", "frozen", "int8"]
 """The base weights: trained, or frozen and spread over `expert` (`parallel/spread.py`), or these in int8."""
 
@@ -315,6 +320,8 @@ def _make(
         int8.add(model)
     if base != "trained":
         _spread(model)
+    elif model.head is not None and 2 * math.prod(model.head.shape) >= _LARGE_HEAD:
+        model.head.set_metadata(spread=(1, model.head.shape[1]), spread_in="sampler")
     if adapters is not None:
         lora.add(model, adapters, rngs=rngs)
     return model

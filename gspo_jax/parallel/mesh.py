@@ -131,10 +131,11 @@ def expert_axes(num_experts: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
 def spread_dimension(variable: nnx.Variable, rules: Rules, sizes: Mapping[str, int]) -> int | None:
     """Return the parameter dimension sharded over `expert` first, or None.
 
-    It is the one declared to `spread`, if the mesh axes divide it.
+    It is the one declared to `spread`, if the mesh axes divide it, with `spread_in` "sampler" in the sampler alone.
     """
     dimension, size = variable.get_metadata("spread", None) or (None, 0)
-    if dimension is None or sizes["expert"] == 1:
+    elsewhere = rules is not SAMPLER and variable.get_metadata("spread_in", None) == "sampler"
+    if dimension is None or elsewhere or sizes["expert"] == 1:
         return None
     over = ("expert", *rules[variable.get_metadata("axes")[dimension]])
     return dimension if size % math.prod(sizes[axis] for axis in over) == 0 else None

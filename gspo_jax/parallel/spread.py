@@ -1,4 +1,4 @@
-"""Matrices that every token passes, also sharded over the mesh axis `expert`, such as a frozen base.
+"""Matrices that every token passes, also sharded over the mesh axis `expert`: a frozen base, or a large head.
 
 They are sharded by columns, the embedding by vocabulary. In training the compiler gathers a layer's weights. In the
 sampler the axis is manual and the smaller side moves: in a decode step tokens visit every shard's columns.

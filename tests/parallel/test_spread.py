@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gspo_jax.models import transformer
 from gspo_jax.models.config import by_path
 from gspo_jax.models.matrices import Matrix
+from gspo_jax.models.published import find
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel import spread
 from tests.tiny import CONFIG, mesh_id
@@ -102,3 +103,14 @@ def test_what_is_spread_and_what_is_not():
     assert mesh_lib.param_specs(trained, mesh_lib.SAMPLER, sizes)["embed"].get_value() == PartitionSpec(
         ("tensor",), None
     )
+
+
+def test_a_large_head_is_spread_in_the_sampler_alone():
+    """Qwen3-235B's head takes 1.2 GB, Qwen3-30B's 0.6."""
+    sizes, whole = {"data": 1, "fsdp": 2, "expert": 4, "tensor": 1}, PartitionSpec(None, ("tensor",))
+    over = PartitionSpec(None, ("expert", "tensor"))
+    for name, expected in (("Qwen3-235B-A22B", over), ("Qwen3-30B-A3B", whole)):
+        _, params = transformer.abstract(find(name))
+        assert mesh_lib.param_specs(params, mesh_lib.SAMPLER, sizes)["head"].get_value() == expected
+        trained = mesh_lib.param_specs(params, mesh_lib.TRAINER, sizes)["head"].get_value()
+        assert trained == PartitionSpec(("fsdp",), ("tensor",))

@@ -307,6 +307,20 @@ def test_a_frozen_base_spread_over_experts_samples_the_same(sizes, one_by_one):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sizes", [EIGHT, {"expert": 4, "tensor": 2}], ids=mesh_id)
+def test_a_head_spread_over_experts_samples_the_same(sizes, one_by_one, monkeypatch):
+    monkeypatch.setattr(transformer, "_LARGE_HEAD", 1)
+    graph, shapes = transformer.abstract(CONFIG)
+    large = jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves(params()))
+    mesh = mesh_lib.make_mesh(sizes)
+    with jax.set_mesh(mesh):
+        copy = make_reshard(Weights.full(shapes), mesh, jnp.float32)(Weights.full(place(large, mesh)))
+        batch, numbers, limits = hosts.shard_rows(mesh, (prompts(), np.arange(32), np.asarray(LIMITS)))
+        keys = response_keys(jax.random.key(1), numbers)
+        same(generate(graph, copy, batch, keys, **SETTINGS, slots=16, limits=limits)[0], one_by_one)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", [whole_pool(2, 70), Pool(16, 8)], ids=["whole", "pages"])
 def test_coming_back_to_the_host_changes_no_bit(pool):
     """Polled every 16 steps, the decoder returns what one program does, prefixes and statistics included."""
