@@ -107,13 +107,11 @@ def whole_16k(config: ConfigDict) -> None:
 def partial_16k(config: ConfigDict) -> None:
     """The same with partial rollouts: 2048 prompts in flight until 30% of the unfinished responses end.
 
-    A chip's pool holds 320 × 1024 tokens, what 96 responses in progress have on average. The sampler's experts are
-    spread over all chips.
+    A chip's pool holds 288 × 1024 tokens, what 88 responses in progress have on average.
     """
     whole_16k(config)
-    config.sampling.mesh.expert = 64
-    config.sampling.slots = 64 * 96
-    config.sampling.pool_tokens = 64 * 320 * 1024
+    config.sampling.slots = 64 * 96  # of 88, reduce-scatters over 32 chips compile to more collectives
+    config.sampling.pool_tokens = 64 * 288 * 1024
     config.sampling.partial.prompts = 2048
     config.sampling.partial.share = 0.3
 

@@ -36,8 +36,8 @@ from gspo_jax import cli, engine
 from gspo_jax.errors import UserError
 from gspo_jax.iteration import Observer, iterate
 from gspo_jax.models.config import ModelConfig
+from gspo_jax.parallel import hosts, processes
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.parallel import processes
 from gspo_jax.parser import Parser, make_parser
 from gspo_jax.planning import calibration
 from gspo_jax.planning import rates as rates_lib
@@ -61,7 +61,7 @@ class Iterations(Observer):
     def __init__(self, work: Workload, model: ModelConfig, mesh: Mesh):
         config = work.config
         stop = make_stop_rule(config, eos_ids=(), pad_id=0)
-        made = engine.build(config, model, make_meshes(config, model, mesh), stop)
+        made = engine.build(config, model, make_meshes(config, model, mesh), stop, memory=hosts.memory_of(mesh))
         weights = made.load(work.model)
         self._engine, self._state = dataclasses.replace(made, frozen=weights.frozen), made.begin(weights)
         self.packed: dict[str, float] = {}

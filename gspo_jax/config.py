@@ -107,7 +107,8 @@ def base() -> ConfigDict:
     config.sampling.cache_dtype = ""
     config.sampling.slots = placeholder(int)  # responses decoded concurrently, over all devices. None: all
     # Tokens whose keys and values are stored at a time, over all devices. Slots that they cannot hold at full length
-    # stay unused, but for partial rollouts, where responses take pages as they grow. None: what the slots may need.
+    # stay unused, but for partial rollouts, where responses take pages as they grow. None: what the slots may need, as
+    # far as the devices' memory has room.
     config.sampling.pool_tokens = placeholder(int)
     # Tokens per page. None: an eighth of the longest response, at least 64; on TPU 128 or 256.
     config.sampling.page = placeholder(int)

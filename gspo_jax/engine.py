@@ -15,13 +15,15 @@ import optax
 from flax import nnx
 from ml_collections import ConfigDict
 
+from gspo_jax.models import huggingface
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import Objective
 from gspo_jax.parallel import hosts
-from gspo_jax.parallel.mesh import SAMPLER, batch_shards, param_shardings
+from gspo_jax.parallel.mesh import SAMPLER, batch_shards, param_shardings, placed, shard_bytes
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import StopRule
 from gspo_jax.setup import keys, learning, players, policy
+from gspo_jax.setup import memory as memory_lib
 from gspo_jax.setup.meshes import Meshes
 from gspo_jax.setup.policy import Policy
 from gspo_jax.training.experience import ExperienceFn, make_experience
@@ -129,6 +131,32 @@ class Engine:
     def state_shapes(self) -> TrainState:
         return jax.eval_shape(self._new, self.policy.shapes)
 
+    @property
+    def placed_state(self) -> TrainState:
+        """The state's shapes in the trainer's layout."""
+        return placed(self.state_shapes, self.shardings)
+
+    @property
+    def trained(self) -> Weights:
+        """Shapes of the trainer's weights, in its layout."""
+        return placed(self.policy.shapes, param_shardings(self.policy.shapes, self.meshes.trainer))
+
+    @property
+    def copied(self) -> Weights:
+        """Shapes of the sampler's weights, including frozen ones shared with the trainer, in its layout."""
+        shapes = jax.eval_shape(self.sampler.copied, self.policy.shapes)
+        return placed(shapes, param_shardings(shapes, self.meshes.sampler, SAMPLER))
+
+    @property
+    def reference_shapes(self) -> nnx.State | None:
+        """Shapes of the reference's parameters, in the trainer's layout; None without a KL."""
+        if not self.config.reference.kl_weight:
+            return None
+        if self.policy.adapters is not None:
+            return self.trained.trainable if self.policy.adapter_folder else nnx.State({})
+        shapes = huggingface.with_dtype(self.policy.shapes.trainable, self.dtype)
+        return placed(shapes, param_shardings(shapes, self.meshes.trainer))
+
     def begin(self, weights: Weights) -> TrainState:
         """Return the train state before the first update."""
         return jax.jit(self._new, out_shardings=self.shardings)(weights)
@@ -141,11 +169,20 @@ class Engine:
         return new_state(weights, self.optimizer, critic=self.critic)
 
 
-def build(config: ConfigDict, model: ModelConfig, meshes: Meshes, stop: StopRule) -> Engine:
-    """Build an engine without weights, from a checked config; compiles nothing yet."""
+def build(
+    config: ConfigDict, model: ModelConfig, meshes: Meshes, stop: StopRule, *, memory: int | None = None
+) -> Engine:
+    """Build an engine without weights, from a checked config; compiles nothing yet.
+
+    Args:
+      memory: bytes of a device, which limit the sampler's pool if `sampling.pool_tokens` does not; None: no limit.
+
+    Raises:
+      UserError: `memory` is too small for one response's keys and values.
+    """
     made, critic = policy.make_policy(config, model), learning.make_critic(config, model)
     optimizer, schedule = learning.make_update_rule(config)
-    return Engine(
+    engine = Engine(
         config=config,
         policy=made,
         meshes=meshes,
@@ -157,6 +194,24 @@ def build(config: ConfigDict, model: ModelConfig, meshes: Meshes, stop: StopRule
         shaping=learning.make_shaping(config),
         programs=_programs(config, made, critic, optimizer, schedule, meshes),
     )
+    if memory is None or config.sampling.pool_tokens is not None:
+        return engine
+    pool_tokens = _default_pool(engine, model, memory)
+    return dataclasses.replace(engine, sampler=make_sampler(config, made, meshes, stop, pool_tokens))
+
+
+def _default_pool(engine: Engine, model: ModelConfig, memory: int) -> int | None:
+    """Return the tokens of the pool that fits beside the weights; see `setup.memory.default_pool`."""
+    config, sizes = engine.config, engine.meshes.sampler.shape
+    own = engine.copied.trainable if engine.sampler.shares_frozen else engine.copied
+    beside = shard_bytes((engine.placed_state, engine.trained.frozen, engine.reference_shapes, own))
+    prompts = config.sampling.partial.prompts or config.data.prompts_per_batch
+    shards = batch_shards(dict(sizes))
+    tokens = -(-prompts // shards) * config.data.max_prompt_length
+    beside += tokens * memory_lib.token_bytes(config, model, sizes)
+    slots = engine.sampler.decode_options(prompts * config.sampling.group_size)["slots"] // shards
+    free = (1 - memory_lib.HEADROOM) * memory - beside
+    return memory_lib.default_pool(config, model, sizes, slots, engine.sampler.columns, free)
 
 
 def _programs(
@@ -199,8 +254,10 @@ def make_score(config: ConfigDict, made: Policy, critic: CriticRule | None, *, r
     )
 
 
-def make_sampler(config: ConfigDict, made: Policy, meshes: Meshes, stop: StopRule) -> Sampler:
-    """Build the sampler that training and evaluation share."""
+def make_sampler(
+    config: ConfigDict, made: Policy, meshes: Meshes, stop: StopRule, pool_tokens: int | None = None
+) -> Sampler:
+    """Build the sampler that training and evaluation share. `pool_tokens`: if the config has none."""
     return Sampler(
         made.graph,
         made.shapes,
@@ -210,7 +267,7 @@ def make_sampler(config: ConfigDict, made: Policy, meshes: Meshes, stop: StopRul
         sampling=players.make_sampling(config),
         stop=stop,
         slots=config.sampling.slots,
-        pool_tokens=config.sampling.pool_tokens,
+        pool_tokens=config.sampling.pool_tokens or pool_tokens,
         page=config.sampling.page,
         router_logprobs=players.keeps_router_logprobs(config, made.config),
         precision=config.sampling.weights_dtype or None,

@@ -120,6 +120,8 @@ def program_facts(name: str, pieces: Sequence[Piece], setting: Setting, *, dump:
             loop for module in modules for loop in zip(module.loops(), module.elapsed_loops(setting.rates), strict=True)
         ]
         facts["steps"] = iteration.decode_steps(loops, setting)
+        slots, pool = setting.decoder_size
+        facts["decoder"] = {"slots": slots, "page": pool.columns, "pages": pool.pages}
         costs, elapsed = max(loops, key=lambda loop: loop[0].bytes)
     else:
         costs, elapsed = module.costs(), module.elapsed(setting.rates)
@@ -145,8 +147,9 @@ def prepare(
     stop = make_stop_rule(config, eos_ids=model.eos_token_ids, pad_id=model.pad_token_id or 0)
     kind = topology.generation(name)
     used = rates_lib.assumed(kind) if rates is None else rates_lib.read(rates, generation=kind)
-    engine, torus = engine_lib.build(config, model, meshes, stop), topology.torus(name, mesh)
-    setting = Setting(engine, CHIPS[kind], used, skew=skew, torus=torus, slices=slices)
+    chip, torus = CHIPS[kind], topology.torus(name, mesh)
+    engine = engine_lib.build(config, model, meshes, stop, memory=chip.memory)
+    setting = Setting(engine, chip, used, skew=skew, torus=torus, slices=slices)
     facts = {
         "chip": kind,
         "topology": name if slices == 1 else f"{slices} x {name}",

@@ -14,6 +14,7 @@ from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.engine import Engine
 from gspo_jax.folder.storage import RunFolder, open_folder
 from gspo_jax.models.config import ModelConfig
+from gspo_jax.parallel import hosts
 from gspo_jax.rewards.batches import BatchScorer
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rollout.episodes import Player
@@ -107,7 +108,8 @@ def open_policy(
         stack.enter_context(jax.set_mesh(meshes.trainer))
         scorer = stack.enter_context(make_scorer() if make_scorer else data.make_scorer(config))
         replies = stack.enter_context(players.make_replies(config))
-        made = engine.build(config, model, meshes, players.stop_rule_of(config, tokenizer))
+        stop, memory = players.stop_rule_of(config, tokenizer), hosts.memory_of(meshes.sampler)
+        made = engine.build(config, model, meshes, stop, memory=memory)
         yield OpenPolicy(
             config=config,
             files=files,

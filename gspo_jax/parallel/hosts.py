@@ -30,6 +30,16 @@ def shard_rows(mesh: Mesh, tree: Tree) -> Tree:
     return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, place, lambda rows: x[rows]), tree)
 
 
+def memory_of(mesh: Mesh) -> int | None:
+    """Return the bytes that every device of a mesh has for programs, None if one does not say, as on CPU."""
+    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in mesh.local_devices]
+    least = np.min(np.asarray(limits, np.int64))
+    if jax.process_count() > 1:
+        processes.meet()
+        least = multihost_utils.process_allgather(least).min()
+    return int(least) or None
+
+
 def allgather(tree: Any) -> Any:
     """Return whole host arrays on every process."""
     return jax.device_get(tree) if jax.process_count() == 1 else jax.tree.map(_allgather, tree)

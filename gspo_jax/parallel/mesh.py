@@ -167,6 +167,16 @@ def param_shardings(params: Tree, mesh: Mesh, rules: Rules = TRAINER) -> Tree:
     return jax.tree.map(lambda s: NamedSharding(mesh, s), param_specs(params, rules, mesh.shape))
 
 
+def placed(shapes: Any, shardings: Any) -> Any:
+    """Attach shardings to shapes."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def shard_bytes(shapes: Any) -> int:
+    """Return bytes per chip of sharded shapes."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+
+
 def rows_sharding(mesh: Mesh) -> NamedSharding:
     """Return the sharding of rows over the batch axes."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))

@@ -5,7 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 import jax
 
-from gspo_jax.planning import hlo, programs
+from gspo_jax.parallel.mesh import shard_bytes
+from gspo_jax.planning import hlo
 from gspo_jax.planning.ahead import Compiled, LiveBuffer
 from gspo_jax.planning.setting import Setting
 
@@ -18,13 +19,13 @@ FROZEN_AGAIN = "copies or gradients of frozen weights"
 def held(setting: Setting) -> dict[str, int]:
     """Return bytes per chip that the trainer keeps in HBM, by kind."""
     engine = setting.engine
-    state, frozen = programs.placed(engine.state_shapes, engine.shardings), programs.trained(engine).frozen
+    state, frozen = engine.placed_state, engine.trained.frozen
     learners = [learner for learner in (state.policy, state.critic) if learner is not None]
     return {
-        PARAMETERS: programs.shard_bytes([learner.params for learner in learners]),
-        OPTIMIZER: programs.shard_bytes([learner.opt_state for learner in learners]),
-        FROZEN: programs.shard_bytes(frozen),
-        REFERENCE: programs.shard_bytes(programs.reference(engine)),
+        PARAMETERS: shard_bytes([learner.params for learner in learners]),
+        OPTIMIZER: shard_bytes([learner.opt_state for learner in learners]),
+        FROZEN: shard_bytes(frozen),
+        REFERENCE: shard_bytes(engine.reference_shapes),
     }
 
 
@@ -85,7 +86,7 @@ def parameter_shapes(setting: Setting) -> dict[tuple[int, ...], str]:
 
     Frozen weights have no gradients, and an update needs no copy of them.
     """
-    weights = programs.trained(setting.engine)
+    weights = setting.engine.trained
     kinds = {FROZEN_AGAIN: weights.frozen, "gradients": weights.trainable}
     return {x.sharding.shard_shape(x.shape): kind for kind, part in kinds.items() for x in jax.tree.leaves(part)}
 

@@ -1,7 +1,6 @@
 """The engine's programs with abstract arguments: shapes, dtypes and shardings. Nothing is allocated."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,25 +8,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from ml_collections import ConfigDict
 
 from gspo_jax import engine as engine_lib
 from gspo_jax.engine import Engine
 from gspo_jax.kernels.packed_attention import Spans
-from gspo_jax.models import huggingface
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel import rows as rows_lib
-from gspo_jax.rollout import decoder, polled, prefixes
+from gspo_jax.parallel.mesh import placed
+from gspo_jax.rollout import decoder, polled
 from gspo_jax.rollout.pages import Pool
 from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.prefixes import PackedPrefix
 from gspo_jax.setup import learning, players
+from gspo_jax.setup.memory import prefix_rows
 from gspo_jax.types import Batch, OldPolicy, Packing, Prompts, Rollout, RouterRecord, Weights
 
-MOST_PREFIXES = 1.15
-"""Tokens of prefixes that a shard of a shared pool continues, at most, as a multiple of the pool's."""
 NAMES = ("update", "score", "deal", "sample_prefill", "sample_decode", "reshard")
 
 
@@ -75,7 +71,7 @@ class _Programs:
     def update(self) -> Program:
         engine = self.engine
         state, index = placed(engine.state_shapes, engine.shardings), jax.ShapeDtypeStruct((), jnp.int32)
-        arguments = engine.objective, state, trained(engine).frozen, self._batch(), index
+        arguments = engine.objective, state, engine.trained.frozen, self._batch(), index
         return Program(engine.programs.update, arguments, {}, self.mesh)
 
     def score(self) -> Program:
@@ -92,7 +88,7 @@ class _Programs:
         if self.critic is not None:
             critic = placed(self.critic.shapes, mesh_lib.param_shardings(self.critic.shapes, self.mesh))
         batch = Batch(rollout=self._rollout(self._places), packing=self._packing())
-        arguments = trained(engine), critic, reference(engine), batch
+        arguments = engine.trained, critic, engine.reference_shapes, batch
         return Program(score, arguments, {}, self.mesh)
 
     def deal(self) -> Program:
@@ -152,7 +148,7 @@ class _Programs:
         rows, responses = partial(_rows, self.sampler_mesh), prompts * self.group
         batch = Prompts(rows((prompts, self.S), jnp.int32), rows((prompts,), jnp.int32))
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), responses))
-        arguments = self.engine.policy.graph, copied(self.engine), batch, rows(keys.shape, keys.dtype), prefix
+        arguments = self.engine.policy.graph, self.engine.copied, batch, rows(keys.shape, keys.dtype), prefix
         return Program(decoder.prefill, arguments, self.engine.sampler.prefill_options, self.sampler_mesh)
 
     def _prefix(self, responses: int, slots: int, pool: Pool) -> PackedPrefix:
@@ -164,7 +160,7 @@ class _Programs:
 
     def reshard(self) -> Program:
         sampler = self.engine.sampler
-        return Program(sampler.reshard, (sampler.moved(trained(self.engine)),), {}, self.sampler_mesh)
+        return Program(sampler.reshard, (sampler.moved(self.engine.trained),), {}, self.sampler_mesh)
 
     def _places(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Return an array [M, Q, *shape] of a packed batch."""
@@ -219,49 +215,6 @@ class _Programs:
         packing = self.engine.packer(nothing, nothing)
         everywhere = mesh_lib.replicated(self.mesh)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), packing)
-
-
-def prefix_rows(config: ConfigDict, slots: int, pool: Pool) -> tuple[int, int]:
-    """Return planned prefix rows per batch shard, and tokens per row.
-
-    Slots with pages of their own are half full on average, a shared pool is full, and some responses are set aside.
-    """
-    longest = config.sampling.max_response_length
-    share = 0.5 if pool.is_whole(slots, longest) else MOST_PREFIXES
-    width = prefixes.row_tokens(config.data.max_prompt_length, longest)
-    return prefixes.few(-(-round(share * pool.pages * pool.columns) // width)), width
-
-
-def trained(engine: Engine) -> Weights:
-    """Return shapes of the trainer's weights."""
-    return placed(engine.policy.shapes, mesh_lib.param_shardings(engine.policy.shapes, engine.meshes.trainer))
-
-
-def copied(engine: Engine) -> Weights:
-    """Return shapes of the sampler's weights, including frozen ones shared with the trainer."""
-    shapes = jax.eval_shape(engine.sampler.copied, engine.policy.shapes)
-    return placed(shapes, mesh_lib.param_shardings(shapes, engine.meshes.sampler, mesh_lib.SAMPLER))
-
-
-def reference(engine: Engine) -> nnx.State | None:
-    """Return shapes of the reference's parameters, or None without a KL."""
-    policy = engine.policy
-    if not engine.config.reference.kl_weight:
-        return None
-    if policy.adapters is not None:
-        return trained(engine).trainable if policy.adapter_folder else nnx.State({})
-    shapes = huggingface.with_dtype(policy.shapes.trainable, engine.dtype)
-    return placed(shapes, mesh_lib.param_shardings(shapes, engine.meshes.trainer))
-
-
-def shard_bytes(shapes: Any) -> int:
-    """Return bytes per chip of sharded shapes."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(shapes))
-
-
-def placed(shapes: Any, shardings: Any) -> Any:
-    """Attach shardings to shapes."""
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
 def _rows(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> Any:

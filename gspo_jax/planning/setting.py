@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from gspo_jax.engine import Engine
-from gspo_jax.kernels.kv import head_bytes
 from gspo_jax.models import flops as flops_lib
 from gspo_jax.models import transformer
 from gspo_jax.models.config import ModelConfig
@@ -22,6 +21,7 @@ from gspo_jax.planning.loads import SKEW
 from gspo_jax.planning.rates import Rates
 from gspo_jax.planning.topology import Chip, Torus
 from gspo_jax.rollout.pages import Pool
+from gspo_jax.setup.memory import token_bytes
 from gspo_jax.training.packing import full_row, turns_at_full_length
 
 
@@ -152,12 +152,6 @@ class Setting:
             total += 2 * math.prod(variable.shape) * met
         return total
 
-    @property
-    def head_bytes(self) -> int:
-        """Sampler cache bytes of a token's key or value, per head."""
-        cached = self.config.sampling.cache_dtype
-        return head_bytes(self.model.head_dim, cached or self.engine.dtype, scaled=bool(cached))
-
     def least_bytes(self, name: str) -> float:
         """Return minimum HBM bytes per chip: its share of all weights and, in a decode step, the KV cache.
 
@@ -170,12 +164,12 @@ class Setting:
         if name == "deal":
             deal = programs.make(name, engine)[0]
             return nbytes((deal.arguments, deal.results())) / chips
-        weights = programs.copied(engine) if name.startswith("sample") else engine.policy.shapes
+        weights = engine.copied if name.startswith("sample") else engine.policy.shapes
         read = sum(x.size * engine.dtype.itemsize for x in _multiplied(weights.trainable, model))
         read += nbytes(_multiplied(weights.frozen, model))
         seen = 0.0
         if name == "sample_decode":
-            seen = self.work(name).pairs * 2 * model.num_kv_heads * self.head_bytes * model.num_layers
+            seen = self.work(name).pairs * token_bytes(self.config, model, {"tensor": 1})
         return read / chips + seen
 
 

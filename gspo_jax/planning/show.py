@@ -38,6 +38,13 @@ def show_program(console: Console, name: str, facts: Mapping[str, Any]) -> None:
     held = ", ".join(f"{kind} {size / GB:.2f}" for kind, size in facts["hbm_by_kind"].items() if size > 0.005 * GB)
     on_host = f"; {facts['host_bytes'] / GB:.2f} of host memory" if facts["host_bytes"] else ""
     _print(console, f"  at the peak, GB: {held}{on_host}")
+    if decoder := facts.get("decoder"):
+        tokens = decoder["pages"] * decoder["page"]
+        _print(
+            console,
+            f"  on each batch shard {decoder['slots']} slots and a pool of {tokens:,} tokens, in pages of "
+            f"{decoder['page']}",
+        )
     if facts["fits"]:
         _show_costs(console, facts)
     for line in facts.get("largest", []):

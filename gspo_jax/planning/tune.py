@@ -9,7 +9,6 @@ the algorithm, such as batch size, are not searched.
 import contextlib
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,6 +22,7 @@ from gspo_jax.lengths import Lengths
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.planning import decoding, iteration, programs
 from gspo_jax.planning.setting import Setting
+from gspo_jax.setup import memory
 from gspo_jax.setup.fields import at
 
 Planner = Callable[[ConfigDict, Sequence[str]], tuple[dict[str, Any], Setting]]
@@ -44,10 +44,6 @@ SHAPED_BY = {
 """Searched fields that shape a program or the memory held during it."""
 TRIED = 4
 """Maximum slot counts to compile."""
-RECORDS = 1.5
-"""Copies of a response's tokens and routes at a decode's peak. Only decides what to compile."""
-MARGIN = 1.1
-"""Memory of a pool over its keys and values, for log and buffers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,25 +288,9 @@ class Search:
 
 
 def sampling_bytes(setting: Setting) -> float:
-    """Return the bytes per chip that slots add to a decode: pool, prefixes, and records of responses."""
-    config, model = setting.config, setting.model
-    shards = mesh_lib.batch_shards(dict(setting.engine.meshes.sampler.shape))
-    slots, pool = setting.decoder_size
-    tokens = MARGIN * pool.pages * pool.columns
-    responses = (
-        (config.sampling.partial.prompts or config.data.prompts_per_batch) * config.sampling.group_size // shards
-    )
-    if config.sampling.partial.prompts is not None:
-        rows, width = programs.prefix_rows(config, slots, pool)
-        tokens += rows * width
-    record = math.prod(model.route_shape) * model.expert_dtype.itemsize + 12
-    return tokens * token_bytes(setting) + RECORDS * responses * config.sampling.max_response_length * record
-
-
-def token_bytes(setting: Setting) -> int:
-    """Return a token's KV bytes on each chip that shares them."""
-    model, tensor = setting.model, setting.engine.meshes.sampler.shape["tensor"]
-    return 2 * model.num_layers * (model.num_kv_heads // tensor) * setting.head_bytes
+    """Return the bytes per chip that slots add to a decode."""
+    sizes = setting.engine.meshes.sampler.shape
+    return memory.sampling_bytes(setting.config, setting.model, sizes, *setting.decoder_size)
 
 
 def interpolated(steps: Sequence[decoding.Step], slots: int) -> tuple[decoding.Step, ...]:

@@ -71,7 +71,7 @@ class Sampler:
         self._sampling, self._slots, self._router_logprobs = sampling, slots, router_logprobs
         self._poll_steps, self._cache_dtype = poll_steps, cache_dtype
         self._pool_tokens = pool_tokens
-        self._columns = page_columns(page, stop.max_length, mesh.devices.flat[0].platform)
+        self.columns = page_columns(page, stop.max_length, mesh.devices.flat[0].platform)
         self.group_size, self.stop, self.mesh = group_size, stop, mesh
         self.copy_bytes = 0
         """Size of the newest copy of the weights, over all devices."""
@@ -95,7 +95,7 @@ class Sampler:
         shards = mesh_lib.batch_shards(dict(self.mesh.shape))
         slots = responses if self._slots is None else min(self._slots, responses)
         tokens = None if self._pool_tokens is None else self._pool_tokens // shards
-        own, pool = fitting(slots // shards, self.stop.max_length, tokens, self._columns, grows=min_ended < 1)
+        own, pool = fitting(slots // shards, self.stop.max_length, tokens, self.columns, grows=min_ended < 1)
         return {
             "sampling": self._sampling,
             "stop": self.stop,

@@ -14,6 +14,7 @@ from gspo_jax.errors import StopRequested
 from gspo_jax.folder import lease
 from gspo_jax.folder.storage import check_place, open_folder
 from gspo_jax.measuring import published
+from gspo_jax.parallel import hosts
 from gspo_jax.rewards.batches import BatchScorer
 from gspo_jax.run import log as log_lib
 from gspo_jax.run import resume
@@ -65,7 +66,8 @@ def open_run(
             phases.enter("start")
             files.share()
             model, tokenizer = policy.read_folder(config, folder)
-        made = engine.build(config, model, meshes, players.stop_rule_of(config, tokenizer))
+        stop, memory = players.stop_rule_of(config, tokenizer), hosts.memory_of(meshes.sampler)
+        made = engine.build(config, model, meshes, stop, memory=memory)
         made.sampler.poll, scorer.interrupted = phases.poll, phases.noticed
         if replies is not None:
             replies.interrupted = phases.noticed

@@ -16,7 +16,7 @@ from gspo_jax.engine import build
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.published import find
 from gspo_jax.parallel import processes
-from gspo_jax.parallel.mesh import make_mesh
+from gspo_jax.parallel.mesh import make_mesh, shard_bytes
 from gspo_jax.planning import hlo, jaxpr, memory, programs, rates, topology
 from gspo_jax.planning.ahead import Compiled, LiveBuffer, compile_ahead
 from gspo_jax.planning.loads import SKEW
@@ -58,8 +58,8 @@ def used(given, name):
 
 def sizes(given):
     """Return bytes per chip of the adapters, in float32, and of the frozen base."""
-    weights = programs.trained(given.engine)
-    return programs.shard_bytes(weights.trainable), programs.shard_bytes(weights.frozen)
+    weights = given.engine.trained
+    return shard_bytes(weights.trainable), shard_bytes(weights.frozen)
 
 
 @pytest.mark.parametrize(("dtype", "chips"), [("", 4), ("float32", 8)])
@@ -83,7 +83,7 @@ def test_what_the_trainer_keeps_beside_a_program(mesh, shares):
         found, kinds = used(given, name)
         assert found == pytest.approx(expected, abs=COUNTERS)
         own = 0 if shares else frozen
-        base = own if name == "reshard" else programs.shard_bytes(programs.copied(given.engine).frozen)
+        base = own if name == "reshard" else shard_bytes(given.engine.copied.frozen)
         assert kinds.get("frozen weights", 0) == base
 
 
@@ -113,7 +113,7 @@ def test_a_reference_of_its_own_is_kept_too():
 
 def test_a_buffer_as_large_as_frozen_weights_is_no_gradient():
     given = setting()
-    kinds, weights = memory.parameter_shapes(given), programs.trained(given.engine)
+    kinds, weights = memory.parameter_shapes(given), given.engine.trained
     for part, kind in ((weights.trainable, "gradients"), (weights.frozen, memory.FROZEN_AGAIN)):
         assert {kinds[x.sharding.shard_shape(x.shape)] for x in jax.tree.leaves(part)} == {kind}
 
@@ -198,7 +198,7 @@ def test_trainable_state_and_gradients_at_the_peak_of_the_tiny_update(tmp_path):
         program = programs.make("update", given.engine)[0]
         with jax.set_mesh(program.mesh):
             compiled = compile_ahead(program.trace().lower(), key="", cache=tmp_path)
-        module, trained = hlo.Module(compiled.text), jax.tree.leaves(programs.trained(given.engine).trainable)
+        module, trained = hlo.Module(compiled.text), jax.tree.leaves(given.engine.trained.trainable)
         shapes = {shape: "gradients" for x in trained for shape in (x.shape, x.sharding.shard_shape(x.shape))}
         live: Counter[str] = Counter()
         for buffer in memory.without_aliases(module, compiled.live):
@@ -216,7 +216,7 @@ def sizes_in_int8(given: Setting) -> set[tuple[int, ...]]:
 
     Both whole and as a chip's shard.
     """
-    frozen = jax.tree.leaves(programs.trained(given.engine).frozen)
+    frozen = jax.tree.leaves(given.engine.trained.frozen)
     whole = [shape for x in frozen if x.dtype == "int8" for shape in (x.shape, x.sharding.shard_shape(x.shape))]
     return {tuple(sorted(shape)) for stack in whole for shape in (stack, stack[1:])}
 

@@ -14,6 +14,7 @@ from gspo_jax.planning.rates import assumed
 from gspo_jax.planning.setting import Setting
 from gspo_jax.planning.show import show_try
 from gspo_jax.rollout.sampling import StopRule
+from gspo_jax.setup import memory
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import Meshes
 
@@ -127,7 +128,7 @@ def test_bytes_of_a_decode():
     """
     config, record = small(), 1.5 * LIMIT * (48 * 8 + 12)
     _, setting = Made()(config, [])
-    assert tune.token_bytes(setting) == 98_304
+    assert memory.token_bytes(config, setting.model, {"tensor": 1}) == 98_304
     assert tune.sampling_bytes(setting) == 1.1 * 16 * 1024 * 98_304 + 64 * record
     config.sampling.partial.prompts = 40
     _, setting = Made()(config, [])

@@ -1,0 +1,84 @@
+"""Memory that sampling takes on each chip, and the pool of keys and values that it leaves room for."""
+
+import math
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from gspo_jax.errors import UserError
+from gspo_jax.kernels.kv import head_bytes
+from gspo_jax.models.config import ModelConfig
+from gspo_jax.parallel.mesh import batch_shards
+from gspo_jax.rollout import prefixes
+from gspo_jax.rollout.pages import Pool, whole_pool
+
+HEADROOM = 0.08
+"""Share of a chip's memory that a pool of the default size leaves free."""
+MOST_PREFIXES = 1.15
+"""Tokens of prefixes that a shard of a shared pool continues, at most, as a multiple of the pool's."""
+_RECORDS = 1.5
+"""Copies of a response's tokens and routes at a decode's peak."""
+_MARGIN = 1.1
+"""Memory of a pool over its keys and values, for log and buffers."""
+
+
+def token_bytes(config: ConfigDict, model: ModelConfig, sampler: Mapping[str, int]) -> int:
+    """Return a token's KV bytes on each chip that shares them. `sampler`: its mesh's axis sizes."""
+    cached = config.sampling.cache_dtype
+    one = head_bytes(model.head_dim, cached or jnp.dtype(config.model.dtype), scaled=bool(cached))
+    return 2 * model.num_layers * (model.num_kv_heads // sampler["tensor"]) * one
+
+
+def prefix_rows(config: ConfigDict, slots: int, pool: Pool) -> tuple[int, int]:
+    """Return expected prefix rows per batch shard, and tokens per row.
+
+    Slots with pages of their own are half full on average, a shared pool is full, and some responses are set aside.
+    """
+    longest = config.sampling.max_response_length
+    share = 0.5 if pool.is_whole(slots, longest) else MOST_PREFIXES
+    width = prefixes.row_tokens(config.data.max_prompt_length, longest)
+    return prefixes.few(-(-round(share * pool.pages * pool.columns) // width)), width
+
+
+def sampling_bytes(config: ConfigDict, model: ModelConfig, sampler: Mapping[str, int], slots: int, pool: Pool) -> float:
+    """Return the estimated bytes per chip that `slots` add to a decode: pool, prefixes, and records of responses."""
+    prompts = config.sampling.partial.prompts or config.data.prompts_per_batch
+    responses = prompts * config.sampling.group_size // batch_shards(dict(sampler))
+    tokens = _MARGIN * pool.pages * pool.columns
+    if config.sampling.partial.prompts is not None:
+        rows, width = prefix_rows(config, slots, pool)
+        tokens += rows * width
+    record = math.prod(model.route_shape) * model.expert_dtype.itemsize + 12
+    kept = _RECORDS * responses * config.sampling.max_response_length * record
+    return tokens * token_bytes(config, model, sampler) + kept
+
+
+def default_pool(
+    config: ConfigDict, model: ModelConfig, sampler: Mapping[str, int], slots: int, columns: int, free: float
+) -> int | None:
+    """Return the tokens of the largest pool, over all devices, whose sampling fits `free` bytes per chip.
+
+    None if the pool of `slots` responses of full length fits, of pages with `columns` tokens.
+
+    Raises:
+      UserError: one response does not fit.
+    """
+    longest, shards = config.sampling.max_response_length, batch_shards(dict(sampler))
+    whole = whole_pool(slots, longest, columns)
+
+    def fits(pages: int) -> bool:
+        return sampling_bytes(config, model, sampler, slots, Pool(columns, pages)) <= free
+
+    if fits(whole.pages):
+        return None
+    low, high = 0, whole.pages
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    if low < whole.per_response(longest):
+        raise UserError(
+            f"keys and values of one response of {longest} tokens, sampling.max_response_length, do not fit in the "
+            f"{max(free, 0) / 1e9:.1f} GB that weights leave of a chip's memory; lower it, or use more chips"
+        )
+    return low * columns * shards

@@ -1,0 +1,66 @@
+"""The pool of keys and values that a chip's memory leaves room for."""
+
+import jax
+import pytest
+
+from gspo_jax import cli, engine
+from gspo_jax.errors import UserError
+from gspo_jax.parallel import hosts
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rollout.sampling import StopRule
+from gspo_jax.setup import memory
+from gspo_jax.setup.checks import check
+from gspo_jax.setup.meshes import Meshes
+
+KEY_BYTES = 2 * 48 * 4 * 128 * 2
+"""Of a token of Qwen3-30B-A3B in bfloat16."""
+
+
+def built(recipe: str, bytes_per_chip: int | None, **fields):
+    """Return an engine of the 30B recipe with an eighth of 64 chips' work, on 8 devices."""
+    config = cli.load_config(f"configs/qwen3_30b_a3b.py:{recipe}")
+    config.mesh.update({"data": 1, "fsdp": 8})
+    config.sampling.mesh.update({"data": -1, "expert": 8})
+    config.update_from_flattened_dict({"data.prompts_per_batch": 64, "sampling.slots": None} | fields)
+    model, mesh = check(config), mesh_lib.make_mesh(dict(config.mesh))
+    meshes = Meshes(mesh, mesh_lib.reshaped(mesh, {"expert": 8}))
+    stop = StopRule(max_length=config.sampling.max_response_length, eos_ids=(1,))
+    return engine.build(config, model, meshes, stop, memory=bytes_per_chip)
+
+
+def test_whole_responses_get_as_many_slots_as_fit():
+    """128 responses of up to 15,872 tokens a device would take 200 GB beside 42 of weights, Adam and the copy."""
+    assert built("16k_whole", None).sampler.decode_options(1024)["slots"] == 1024
+    assert built("16k_whole", 400 * 10**9).sampler.decode_options(1024)["slots"] == 1024
+    made = built("16k_whole", 103 * 10**9)
+    found = made.sampler.decode_options(1024)
+    slots, pool = found["slots"] // 8, found["pool"]
+    used = slots * pool.columns * pool.per_response(15872) * KEY_BYTES
+    assert pool.pages == slots * pool.per_response(15872), "each slot has its own pages"
+    beside = mesh_lib.shard_bytes((made.placed_state, made.copied))
+    assert 0.75 < (used + beside) / 103e9 < 1 - memory.HEADROOM
+    fewer = built("16k_whole", 103 * 10**9, **{"data.prompts_per_batch": 8}).sampler.decode_options(128)
+    assert fewer["slots"] == 128, "16 responses each fit"
+
+
+def test_partial_rollouts_share_what_is_left_with_their_prefixes():
+    fields = {"sampling.partial.prompts": 256, "sampling.pool_tokens": None, "sampling.slots": 768}
+    made = built("16k", 103 * 10**9, **fields)
+    found = made.sampler.decode_options(4096, 0.3)
+    tokens = found["pool"].pages * found["pool"].columns
+    assert found["slots"] == 768 and 15872 < tokens < 96 * 15872
+    rows, width = memory.prefix_rows(made.config, 96, found["pool"])
+    assert rows * width > tokens
+    beside = mesh_lib.shard_bytes((made.placed_state, made.copied))
+    assert 0.7 < ((tokens + rows * width) * KEY_BYTES + beside) / 103e9 < 1 - memory.HEADROOM
+    own = built("16k", 103 * 10**9, **(fields | {"sampling.pool_tokens": 8 * 20480}))
+    assert own.sampler.decode_options(4096, 0.3)["pool"].pages == 20480 // 1984, "the config's own is kept"
+
+
+def test_one_response_that_does_not_fit():
+    with pytest.raises(UserError, match=r"one response of 15872 tokens, .* do not fit in the [\d.]+ GB that weights"):
+        built("16k_whole", 48 * 10**9)
+
+
+def test_a_cpu_does_not_say_what_it_has():
+    assert hosts.memory_of(mesh_lib.make_mesh({"fsdp": jax.device_count()})) is None
