@@ -1,6 +1,6 @@
 """An iteration step by step: every decode step of every slot in turn, every row filled token by token, in plain loops.
 
-The oracle of `planning/sampling.py` and `planning/iteration.py`, of which it imports nothing.
+The oracle of `planning/decoding.py` and `planning/iteration.py`, of which it imports nothing.
 """
 
 import itertools
@@ -76,8 +76,8 @@ def generate(decoding: Decoding, done: np.ndarray, lengths: np.ndarray) -> tuple
     waiting = np.array([len(queue) for queue in queues])
 
     def goes_on(fewer: int) -> np.ndarray:
-        here = ((held >= 0).sum(axis=1) + waiting > fewer) & (over < least)
-        return here.reshape(groups, lockstep).any(axis=1)
+        here = ((held >= 0).sum(axis=1) + waiting > fewer).reshape(groups, lockstep).any(axis=1)
+        return here & ((over - least).reshape(groups, lockstep).sum(axis=1) < 0)
 
     seconds, steps = np.zeros(groups), np.zeros(groups, int)
     of_piece, before = np.zeros(groups), np.zeros(groups, int)  # since all shards last waited for one another

@@ -208,6 +208,12 @@ def any_shard(here: Bool[Array, ""], axes: Sequence[str] = BATCH_AXES) -> Bool[A
     return jax.lax.pmax(here.astype(jnp.int32), axes) > 0 if axes else here
 
 
+def sum_shards(x: Array, axes: Sequence[str] = ("expert",)) -> Array:
+    """Return the sum over shards along `axes`."""
+    axes = tuple(axis for axis in axes if axis in manual_axes())
+    return jax.lax.psum(x, axes) if axes else x
+
+
 def axes_by_dimension(spec: PartitionSpec) -> list[tuple[str, ...]]:
     """Return the mesh axes of each dimension that a spec names."""
     return [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec]

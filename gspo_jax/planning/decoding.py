@@ -45,7 +45,7 @@ class Decoder:
     poll_steps: int | None
     """Steps after which all shards wait for the slowest, if any."""
     share: float = 1.0
-    """Share of a shard's unfinished responses that must end before a call returns."""
+    """Share of an expert group's unfinished responses that must end before a call returns."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,19 +93,24 @@ def decode(decoder: Decoder, prefix: Int[np.ndarray, " B"], left: Int[np.ndarray
     horizon = int(np.where(gone < NEVER, gone, 0).max(initial=0))
     busy, ages = _by_step(prefix, start, end, needed > 0, horizon)
 
-    leaves = np.full(N, NEVER)
+    groups = N // decoder.lockstep
+    leaves = np.full(groups, NEVER)
     if decoder.share < 1:
         spared = np.floor(np.float32(1 - decoder.share) * (left > 0).sum(axis=1, dtype=np.float32)).astype(np.int64)
-        leaves = _after(ends, queued - spared)
-    over = np.minimum(_after(gone, queued), leaves).reshape(-1, decoder.lockstep).max(axis=1)  # per lockstep group
-    counts = [step.slots for step in decoder.steps]
-    bounds = [np.zeros(len(over), np.int64)]
-    for fewer in [*counts[1:], 0]:
-        through = np.minimum(_after(gone, queued - fewer), leaves).reshape(len(over), -1).max(axis=1)
-        bounds.append(np.minimum(over, np.maximum(through, bounds[-1])))
+        leaves = _after(np.sort(ends.reshape(groups, -1), axis=1), (queued - spared).reshape(groups, -1).sum(axis=1))
 
-    read = (ages + (decoder.prompt + decoder.page / 2) * busy).reshape(len(over), decoder.lockstep, -1).max(axis=1)
-    in_use = busy.reshape(len(over), decoder.lockstep, -1).sum(axis=1)
+    def through(waiting: int) -> Int[np.ndarray, " groups"]:
+        """Return the steps after which no shard of a group has more than `waiting` responses, or enough have ended."""
+        return np.minimum(_after(gone, queued - waiting).reshape(groups, -1).max(axis=1), leaves)
+
+    over = through(0)
+    counts = [step.slots for step in decoder.steps]
+    bounds = [np.zeros(groups, np.int64)]
+    for fewer in [*counts[1:], 0]:
+        bounds.append(np.minimum(over, np.maximum(through(fewer), bounds[-1])))
+
+    read = (ages + (decoder.prompt + decoder.page / 2) * busy).reshape(groups, decoder.lockstep, -1).max(axis=1)
+    in_use = busy.reshape(groups, decoder.lockstep, -1).sum(axis=1)
     taken = np.clip(np.repeat(over, decoder.lockstep)[:, None] - start, 0, end - start)
     sampled = np.where(left > 0, 1 + np.where(needed > 0, taken, 0), 0)
     return _timed(decoder, bounds, read, in_use, sampled.reshape(-1))

@@ -186,7 +186,7 @@ class DecodeLoop:
             self.queue = jnp.lexsort((self.queue, ended)).astype(jnp.int32)
             self.queue_length = n - ended.sum(dtype=jnp.int32)
         self.enough = None
-        """Stop once this many responses have ended, including any with limit 0."""
+        """Stop once this many responses have ended, including any with limit 0; summed over the expert group."""
         if min_ended < 1:
             self.enough = n - jnp.floor((1 - min_ended) * (self.limits > 0).sum()).astype(jnp.int32)
 
@@ -310,9 +310,10 @@ class DecodeLoop:
     def _continues(self, state: LoopState, fewer_slots: int) -> Bool[Array, ""]:
         active = (state.slots.positions < self.queue.shape[0]).sum()
         here = active + jnp.maximum(self.queue_length - state.next_position, 0) > fewer_slots
-        if self.enough is not None:
-            here &= state.num_ended < self.enough
-        return mesh_lib.any_shard(here, ("expert",))  # all take equally many steps
+        if self.enough is None:
+            return mesh_lib.any_shard(here, ("expert",))  # all take equally many steps
+        waiting, missing = mesh_lib.sum_shards(jnp.stack([here.astype(jnp.int32), self.enough - state.num_ended]))
+        return (waiting > 0) & (missing > 0)
 
     def _end(self, state: LoopState, ends: Bool[Array, " B"]) -> LoopState:
         """Collect the responses that ended, and refill their slots."""
