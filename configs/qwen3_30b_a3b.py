@@ -105,7 +105,7 @@ def whole_16k(config: ConfigDict) -> None:
 
 
 def partial_16k(config: ConfigDict) -> None:
-    """The same with partial rollouts: 2048 prompts in flight until 30% of the unfinished responses end.
+    """The same with partial rollouts: 2048 prompts in flight until 40% of the unfinished responses end.
 
     A chip's pool holds 288 × 1024 tokens, what 88 responses in progress have on average.
     """
@@ -113,7 +113,7 @@ def partial_16k(config: ConfigDict) -> None:
     config.sampling.slots = 64 * 96  # of 88, reduce-scatters over 32 chips compile to more collectives
     config.sampling.pool_tokens = 64 * 288 * 1024
     config.sampling.partial.prompts = 2048
-    config.sampling.partial.share = 0.3
+    config.sampling.partial.share = 0.4
 
 
 def int8_16k(config: ConfigDict) -> None:

@@ -127,6 +127,11 @@ class Group:
     def complete(self) -> bool:
         return bool((self.done == self.lengths).all())
 
+    @property
+    def begun(self) -> int:
+        """Tokens of responses that go on."""
+        return int(self.done[self.done < self.lengths].sum())
+
 
 class Rollouts:
     """Partial rollouts: `in_flight` groups in each call, of which the batch takes the oldest that are complete."""
@@ -146,7 +151,14 @@ class Rollouts:
             filling = [i for i, group in enumerate(self.groups) if group.complete]
             oldest = sorted((open_ones + filling)[: self.in_flight])
             N = self.decoding.shards
-            chosen = [self.groups[i] for shard in range(N) for i in oldest[shard::N]]  # dealt, one to each shard
+            shards: list[list[Group]] = [[] for _ in range(N)]
+            for turn in range(0, len(oldest), N):  # dealt, one to each shard: the most tokens to that with the fewest
+                longest = sorted((self.groups[i] for i in oldest[turn : turn + N]), key=lambda g: -g.begun)
+                for group, shard in zip(
+                    longest, sorted(shards, key=lambda own: sum(g.begun for g in own)), strict=True
+                ):
+                    shard.append(group)
+            chosen = [group for shard in shards for group in shard]
             done, lengths = (np.concatenate([getattr(g, name) for g in chosen]) for name in ("done", "lengths"))
             seconds, _, after = generate(self.decoding, done, lengths)
             calls.append((seconds, np.where(done < lengths, done, 0)))

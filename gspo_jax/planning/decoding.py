@@ -272,7 +272,9 @@ def partial(
             done = np.concatenate([done, np.zeros((groups, size), np.int64)])
         calls, prefixes = [], []
         while (complete := (done == lengths).all(axis=1)).sum() < groups:
-            chosen = spread_over_shards(np.sort(np.argsort(complete, kind="stable")[:in_flight]), decoder.shards)
+            oldest = np.sort(np.argsort(complete, kind="stable")[:in_flight])
+            tokens = np.where(done < lengths, done, 0).sum(axis=1)[oldest]
+            chosen = spread_over_shards(oldest, tokens, decoder.shards)
             left = lengths[chosen] - done[chosen]
             prefix = np.where(left > 0, done[chosen], 0).reshape(-1)
             calls.append(decode(decoder, prefix, left.reshape(-1)))

@@ -95,12 +95,24 @@ def group_rows(groups: Int[np.ndarray, " N"], group_size: int) -> Int[np.ndarray
     return (groups[:, None] * group_size + np.arange(group_size)).reshape(-1)
 
 
-def spread_over_shards(groups: Int[np.ndarray, " N"], shards: int) -> Int[np.ndarray, " N"]:
-    """Deal groups to batch shards in turn.
+def spread_over_shards(
+    groups: Int[np.ndarray, " N"], tokens: Int[np.ndarray, " N"], shards: int
+) -> Int[np.ndarray, " N"]:
+    """Deal groups to batch shards, one each in turn: that with the most tokens to the shard that has the fewest.
 
-    Sorted by age, one shard would get the oldest: few responses, all long, and the others would wait.
+    Sorted by age, one shard would get the oldest: few responses, all long, and the others would wait. Prefixes take
+    rows on every shard as on the shard with the most.
+
+    Args:
+      tokens: of each group's prefixes.
     """
-    return groups.reshape(-1, shards).T.reshape(-1)
+    dealt, held = np.empty((shards, len(groups) // shards), groups.dtype), np.zeros(shards, np.int64)
+    turns = zip(groups.reshape(-1, shards), tokens.reshape(-1, shards), strict=True)
+    for turn, (own, more) in enumerate(turns):
+        most, to = np.argsort(-more, kind="stable"), np.argsort(held, kind="stable")
+        dealt[to, turn] = own[most]
+        held[to] += more[most]
+    return dealt.reshape(-1)
 
 
 def concatenate(parts: Iterable[Episodes]) -> Episodes:
@@ -316,7 +328,8 @@ class Buffer:
         while (complete := episodes.complete(G)).sum() < self._groups:
             # Unfinished groups first, oldest first. Complete ones fill up the fixed shape.
             oldest = np.sort(np.argsort(complete, kind="stable")[: self._in_flight])
-            chosen = spread_over_shards(oldest, self._player.shards)
+            prefixes = np.where(episodes.ended, 0, np.asarray(episodes.rollout.mask).sum(axis=1)).reshape(-1, G)
+            chosen = spread_over_shards(oldest, prefixes.sum(axis=1)[oldest], self._player.shards)
             resumed = self._player.resume(episodes.groups(chosen, G), min_ended=self._min_ended)
             order = np.concatenate([chosen, np.setdiff1d(np.arange(len(self)), chosen)])
             rest = episodes.groups(order[len(chosen) :], G)

@@ -206,8 +206,14 @@ def answer(prompts, responses, records):
 
 
 def test_every_shard_gets_groups_of_all_ages(sampler, monkeypatch):
-    """Two shards: of six groups, the first shard gets the oldest, the third oldest and the fifth oldest."""
-    np.testing.assert_array_equal(spread_over_shards(np.array([1, 2, 4, 5, 7, 8]), 2), [1, 4, 7, 2, 5, 8])
+    """Two shards: of six groups without prefixes, the first shard gets the oldest, the third and the fifth oldest."""
+    groups = np.array([1, 2, 4, 5, 7, 8])
+    np.testing.assert_array_equal(spread_over_shards(groups, 0 * groups, 2), [1, 4, 7, 2, 5, 8])
+    tokens = np.array([9, 1, 3, 4, 0, 5])
+    np.testing.assert_array_equal(spread_over_shards(groups, tokens, 2), [1, 4, 7, 2, 5, 8], "9, then 3, then 0")
+    drawn = np.random.default_rng(0).integers(0, 1000, 64)
+    dealt = drawn[spread_over_shards(np.arange(64), drawn, 8)].reshape(8, 8).sum(axis=1)
+    assert np.ptp(dealt) < 0.1 * dealt.mean()
     player, calls = Player(sampler), []
     resume = player.resume
     monkeypatch.setattr(
