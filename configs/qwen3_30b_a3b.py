@@ -117,10 +117,10 @@ def partial_16k(config: ConfigDict) -> None:
 
 
 def int8_16k(config: ConfigDict) -> None:
-    """The same with keys and values in int8: a chip's pool holds 512 × 1024 tokens, of 128 responses in progress."""
+    """The same with keys and values in int8: a chip's pool holds 512 × 1024 tokens, of 120 responses in progress."""
     partial_16k(config)
     config.sampling.cache_dtype = "int8"
-    config.sampling.slots = 64 * 128
+    config.sampling.slots = 64 * 120
     config.sampling.pool_tokens = 64 * 512 * 1024
 
 
