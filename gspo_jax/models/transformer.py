@@ -193,7 +193,7 @@ class Transformer(nnx.Module):
         def keep(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
             return rows.attend(q, k, v)[0], (stored(k, cache_dtype), stored(v, cache_dtype))
 
-        return self._forward(tokens, rows._replace(attend=keep), None, "none")
+        return self._forward(tokens, rows._replace(attend=keep), None, "none", in_place=True)
 
     def decode(self, tokens: Int[Array, " B"], slots: DecodeSlots, cache: Cache) -> tuple[Output, Cache]:
         """Feed one token to every slot. Idle slots reach no expert and have undefined outputs."""
@@ -216,21 +216,27 @@ class Transformer(nnx.Module):
         routes = join_routes(found, positions.shape)
         return self._output(x, routes), cache
 
-    def _forward(self, tokens: Array, rows: "_Rows", routing: Routing | None, remat: Remat) -> tuple[Output, Any]:
+    def _forward(
+        self, tokens: Array, rows: "_Rows", routing: Routing | None, remat: Remat, *, in_place: bool = False
+    ) -> tuple[Output, Any]:
+        """`in_place`: experts are read where all layers lie, without a gradient, and not copied layer by layer."""
         rotation = Rotation.of(rows.positions, self.config.rope_frequencies())
 
         def run(block: Block, x: Array, asked: Routing | None) -> tuple[Array, tuple[Routes | None, Any]]:
             graph, stacked = nnx.split(block)
+            whole, sliced = split_experts(stacked) if in_place else (nnx.State({}), stacked)
+            number = jnp.arange(len(block.attention_norm[...])) if in_place else None
 
-            def layer(x: Array, xs: tuple[nnx.State, Routing | None]) -> tuple[Array, tuple[Routes | None, Any]]:
-                params, asked = xs
+            def layer(x: Array, xs: tuple[nnx.State, Routing | None, Array | None]) -> Any:
+                params, asked, number = xs
                 x = checkpoint_name(x, "input")
-                x, routes, kept = nnx.merge(graph, params)(x, rotation, rows.valid, rows.attend, asked)
+                one = nnx.merge(graph, params, whole)
+                x, routes, kept = one(x, rotation, rows.valid, rows.attend, asked, layer=number)
                 return x, (routes, kept)
 
             # Loops do not share subexpressions: the barriers that prevent it would keep slices from being fused.
             body = layer if remat == "none" else jax.checkpoint(layer, policy=REMATS[remat], prevent_cse=False)
-            return jax.lax.scan(body, x, (stacked, asked))
+            return jax.lax.scan(body, x, (sliced, asked, number))
 
         x, found = self._embed(tokens), []
         for block, asked in zip(self.layers, split_routing(routing, self.config.stacks), strict=True):
