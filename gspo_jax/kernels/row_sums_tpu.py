@@ -56,15 +56,21 @@ def row_sums(rows: Float[Array, "N D"], by: ByTarget, size: int, *, interpret: b
     return sums.reshape(blocks * LANES, -1)[:size]
 
 
-def _sum_kernel(has: Any, rows: Any, out: Any) -> None:
+def _sum_kernel(factors: Any, rows: Any, out: Any) -> None:
     total = jnp.zeros(out.shape, jnp.float32)
     for j in range(len(rows)):
-        total += jnp.where(has[:, j : j + 1] > 0, rows[j].astype(jnp.float32), 0)
+        factor = factors[:, j : j + 1]
+        total += jnp.where(factor != 0, factor * rows[j].astype(jnp.float32), 0)
     out[...] = total.astype(out.dtype)
 
 
-def masked_sum(rows: Float[Array, "J N D"], has: Bool[Array, "N J"], *, interpret: bool = False) -> Float[Array, "N D"]:
-    """Compute out[n] = Σ_j rows[j, n] where has[n, j]. Accumulated in float32, rounded once."""
+def masked_sum(
+    rows: Float[Array, "J N D"], factors: Bool[Array, "N J"] | Float[Array, "N J"], *, interpret: bool = False
+) -> Float[Array, "N D"]:
+    """Compute out[n] = Σ_j factors[n, j] · rows[j, n]. Accumulated in float32, rounded once.
+
+    Rows with a factor of 0 count 0, whatever they hold.
+    """
     (J, N, D), size = rows.shape, rows.dtype.itemsize
     tile = 512
     while tile > 16 and tile * D * (2 * size * (J + 1) + 8) > VMEM:
@@ -84,4 +90,4 @@ def masked_sum(rows: Float[Array, "J N D"], has: Bool[Array, "N J"], *, interpre
         interpret=interpret,
         name="masked_sum",
     )
-    return unchecked(run, has.astype(jnp.int32), rows)
+    return unchecked(run, factors.astype(jnp.float32), rows)

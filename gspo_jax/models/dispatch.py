@@ -11,7 +11,7 @@ shard. Buffers (`experts`), sized at compile time, hold a multiple of a balanced
 """
 
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,16 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from gspo_jax.errors import UserError
 from gspo_jax.kernels.backend import platform, varying_like
+from gspo_jax.kernels.scopes import RARELY
 from gspo_jax.models.experts import (
     ExpertKernels,
     ExpertSlots,
     combine_experts,
     gather_up,
     sort_pairs,
+    swiglu,
     to_slots,
+    weighted_sum,
     weights_to_slots,
 )
 from gspo_jax.models.matrices import Matrix
@@ -35,6 +38,13 @@ from gspo_jax.parallel.mesh import AXES, BATCH_AXES, expert_axes, has_mesh, manu
 
 Dispatch = Literal["gather", "ragged_all_to_all"]
 DISPATCHES: tuple[Dispatch, ...] = get_args(Dispatch)
+
+BLOCK = 8
+"""Rows that are contiguous in a TPU's memory."""
+_FEW = 2**17
+"""Most rows of a buffer that fits all pairs, whoever they are for, where it has no gradient."""
+_ROOM = 4
+"""Size of larger ones, as a multiple of a balanced load. They are used again if more arrive."""
 
 
 def check_dispatch(dispatch: Dispatch, platform: str) -> None:
@@ -50,35 +60,124 @@ def _gather(x: Array, experts: Array, weights: Array, kernels: ExpertKernels, *,
     return jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True)
 
 
-def _pairs(x: Array, experts: Array, weights: Array, kernels: ExpertKernels, *, layer: Array | None) -> Array:
+class _Moves(NamedTuple):
+    """Where pairs of a token and an expert are in their tokens' shards, sorted by expert, and land in the experts'.
+
+    There they are sorted by expert, then by sender.
+    """
+
+    counts: Int[Array, "S S E"]
+    """Pairs of each shard for each shard's experts: [from, to, expert]."""
+    leaves: Int[Array, "S S E"]
+    """The first one's place in its sender's buffer."""
+    lands: Int[Array, "S S E"]
+    """The first one's place at its expert's shard."""
+
+    @classmethod
+    def of(cls, sizes: Int[Array, " E"]) -> "_Moves":
+        """Exchange the shards' numbers of pairs for all experts."""
+        shards = jax.lax.axis_size("expert")
+        counts = jax.lax.all_gather(sizes.reshape(shards, -1), "expert")
+
+        def before(x: Array) -> Array:  # over the last two axes
+            flat = x.reshape(shards, -1)
+            return (jnp.cumsum(flat, axis=1) - flat).reshape(x.shape)
+
+        arriving = jnp.moveaxis(counts, 0, 2)  # [to, expert, from]
+        return cls(counts, before(counts), jnp.moveaxis(before(arriving), 2, 0))
+
+    def part(self, first: Array | int, room: int) -> "_Part":
+        """Return what moves the pairs that land in [first, first + room) to a buffer of `room` rows, and back."""
+        me = jax.lax.axis_index("expert")
+        begin, end = (jnp.clip(x - first, 0, room) for x in (self.lands, self.lands + self.counts))
+        size, leaves = end - begin, self.leaves + jnp.clip(first - self.lands, 0, self.counts)
+        there = leaves[me], size[me], begin[me], size[:, me]
+        back = begin[:, me], size[:, me], leaves[:, me], size[me]
+        there, back = (tuple(x.reshape(-1) for x in plan) for plan in (there, back))
+        return _Part(there, back, size[:, me].sum(axis=0))
+
+    @property
+    def most(self) -> Int[Array, ""]:
+        """Pairs that arrive at the busiest shard."""
+        return self.counts.sum(axis=(0, 2)).max()
+
+
+class _Part(NamedTuple):
+    """Arguments of `jax.lax.ragged_all_to_all`, to the experts' shards and back."""
+
+    there: tuple[Array, ...]
+    back: tuple[Array, ...]
+    sizes: Int[Array, " E"]
+    """Pairs that arrive here, by expert."""
+
+
+def _pairs(x: Array, experts: Array, weights: Array, kernels: ExpertKernels) -> Array:
     """Send existing pairs only, sorted by expert and so by shard. Rows of buffers without a pair are undefined.
 
     The receive buffer fits the worst case, min(K, held) pairs of every token of the group.
     """
     (N, K), held, shards = experts.shape, kernels.held, jax.lax.axis_size("expert")
     source, place, sizes = sort_pairs(experts.reshape(-1), held * shards)
-    every = jax.lax.all_gather(sizes.reshape(shards, held), "expert")  # [from, to, expert]
-    me = jax.lax.axis_index("expert")
-    moved = every.sum(axis=2)
-    start = jnp.cumsum(moved, axis=1) - moved  # in send buffers
-    landing = jnp.cumsum(moved, axis=0) - moved  # in receive buffers
-    there = start[me], moved[me], landing[me], moved[:, me]
-    back = landing[:, me], moved[:, me], start[:, me], moved[me]
+    there, back, sizes = _Moves.of(sizes).part(0, rows := shards * N * min(K, held))
 
     def move(a: Array, plan: tuple[Array, ...], rows: int) -> Array:
         out = varying_like(jnp.zeros((rows, a.shape[1]), a.dtype), a)
         return jax.lax.ragged_all_to_all(a, out, *plan, axis_name="expert")
 
-    rows = shards * N * min(K, held)
-    ends = jnp.cumsum(every[:, me].reshape(-1))
-    run = jnp.searchsorted(ends, jnp.arange(rows, dtype=jnp.int32), side="right", method="compare_all")
-    arrived = jnp.where(run < ends.size, run % held, held).astype(jnp.int32)  # `held`: no pair
+    run = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right", method="compare_all")
+    arrived = run.astype(jnp.int32)  # `held`: no pair
     slot = jnp.where(experts < held * shards, place.reshape(N, K), source.size)  # the last: not sent
     where = ExpertSlots(source // K, slot)
     shares = weights_to_slots(weights.astype(x.dtype), source, slot)
     sent = move(to_slots(x, where), there, rows), arrived[:, None], move(shares, there, rows)
-    y = combine_experts(*sent, kernels, layer=layer, likely=experts.size)
-    return gather_up(move(y, back, source.size), where)
+    return gather_up(move(combine_experts(*sent, kernels, likely=experts.size), back, source.size), where)
+
+
+def _blocks(x: Array, experts: Array, weights: Array, kernels: ExpertKernels, *, layer: Array) -> Array:
+    """Compute `_pairs` without a gradient, in blocks of `BLOCK` rows: they arrive as the experts' matmuls read them.
+
+    Each shard fills up its pairs of an expert to whole blocks. Weights are applied where the results return to.
+    """
+    (N, K), held, shards = experts.shape, kernels.held, jax.lax.axis_size("expert")
+    source, place, sizes = sort_pairs(_filled_up(experts.reshape(-1), held * shards), held * shards)
+    moves, (room, most, likely) = _Moves.of(sizes // BLOCK), block_rooms(N, K, held, shards)
+    tokens = x.at[source // K].get(mode="clip").reshape(-1, BLOCK, x.shape[1])
+    ones = jnp.ones((room * BLOCK, 1), x.dtype)
+
+    def empty(rows: int) -> Array:
+        return varying_like(jax.lax.empty((rows, *tokens.shape[1:]), x.dtype), tokens)
+
+    def through(first: Array | int, y: Array) -> Array:
+        there, back, sizes = moves.part(first, room)
+        rows = jax.lax.ragged_all_to_all(tokens, empty(room), *there, axis_name="expert").reshape(-1, x.shape[1])
+        out = swiglu(rows, ones, kernels, group_sizes=sizes * BLOCK, layer=layer, likely=likely)
+        return jax.lax.ragged_all_to_all(out.reshape(-1, *tokens.shape[1:]), y, *back, axis_name="expert")
+
+    y = through(0, empty(len(tokens)))
+    if room < most:
+        with jax.named_scope(RARELY):
+            y = jax.lax.fori_loop(1, -(-moves.most // room), lambda i, y: through(i * room, y), y)
+    slots = jnp.where(experts < held * shards, place[: experts.size].reshape(N, K), source.size)
+    return weighted_sum(y.reshape(-1, x.shape[1]), slots, weights.astype(x.dtype))
+
+
+def block_rooms(tokens: int, k: int, held: int, shards: int) -> tuple[int, int, int]:
+    """Return the blocks of a receive buffer, the most blocks that may arrive, and the rows if experts are balanced.
+
+    Args:
+      tokens: a shard's own.
+    """
+    most = shards * (tokens * min(k, held) // BLOCK + held)
+    likely = tokens * k + (BLOCK - 1) * held * shards // 2
+    return most if most <= _FEW // BLOCK else min(most, _ROOM * likely // BLOCK), most, likely
+
+
+def _filled_up(experts: Int[Array, " P"], count: int) -> Int[Array, " M"]:
+    """Append pairs of experts in [0, `count`), each to whole blocks, and of none, together to whole blocks."""
+    every = jnp.arange(count, dtype=experts.dtype)
+    missing = -(experts[:, None] == every[None]).sum(axis=0) % BLOCK
+    more = jnp.where(jnp.arange(BLOCK - 1)[:, None] < missing[None], every[None], count).reshape(-1)
+    return jnp.pad(jnp.concatenate([experts, more]), (0, (count - experts.size) % BLOCK), constant_values=count)
 
 
 def _gathered(experts: Array, kernels: ExpertKernels) -> tuple[Array, ExpertKernels]:
@@ -140,8 +239,12 @@ def exchange(
         tokens, ids = varying(_flat(x), "tensor"), _flat(experts)
         if "fsdp" in held_by:
             ids, own = _gathered(ids, own)
-        combine = _pairs if dispatch == "ragged_all_to_all" and shards > 1 else _gather  # one shard sends nothing
-        y = combine(tokens, ids, _flat(weights), own, layer=layer)
+        if dispatch == "gather" or shards == 1:  # one shard sends nothing
+            y = _gather(tokens, ids, _flat(weights), own, layer=layer)
+        elif layer is None:
+            y = _pairs(tokens, ids, _flat(weights), own)
+        else:
+            y = _blocks(tokens, ids, _flat(weights), own, layer=layer)
         return jax.lax.psum(y, "tensor").reshape(x.shape)
 
     stack = () if layer is None else (None,)

@@ -102,6 +102,19 @@ gather_up.defvjp(
 )
 
 
+def weighted_sum(y: Float[Array, "M D"], slots: Int[Array, "N J"], weights: Float[Array, "N J"]) -> Float[Array, "N D"]:
+    """Return out[n] = Σ_j weights[n, j] · y[slots[n, j]], accumulated in float32, without a gradient.
+
+    Slots outside [0, M) count 0.
+    """
+    factors = jnp.where(_has_row(slots, y), weights.astype(jnp.float32), 0)
+    rows = y.at[slots.T].get(mode="clip")
+    if platform() == "tpu" and len(slots) >= LANES and y.shape[1] % LANES == 0:
+        return masked_sum(rows, factors)
+    factors = factors.T[..., None]
+    return jnp.where(factors != 0, rows * factors, 0).sum(axis=0).astype(y.dtype)
+
+
 def _first_slots(slot: Int[Array, "N K"], most: int, rows: int) -> Int[Array, "N J"]:
     """Return a token's slots in [0, `rows`), in order and at most `most`, padded with `rows`."""
     if most == slot.shape[1]:
@@ -200,7 +213,7 @@ def _part(
         by_row = by_target(token, sizes.sum(), len(x))
     where = ExpertSlots(token, slots, by_row)
     rows, shares = to_slots(x, where), weights_to_slots(weights.astype(x.dtype), source, slot)
-    return gather_up(_swiglu(rows, shares, kernels, group_sizes=sizes, layer=layer, likely=likely), where)
+    return gather_up(swiglu(rows, shares, kernels, group_sizes=sizes, layer=layer, likely=likely), where)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -258,7 +271,7 @@ def _in_parts_backward(tree: Any, room: int, likely: int, kept: tuple[Any, ...],
 _in_parts.defvjp(_in_parts_forward, _in_parts_backward, symbolic_zeros=True)
 
 
-def _swiglu(rows: Float[Array, "M D"], shares: Float[Array, "M 1"], kernels: ExpertKernels, **options: Any) -> Array:
+def swiglu(rows: Float[Array, "M D"], shares: Float[Array, "M 1"], kernels: ExpertKernels, **options: Any) -> Array:
     """Return down(silu(gate x) · up x · share) for each row x, by its expert's matrices."""
     weights = tuple(m.weights if m.scale is None else Scaled(m.weights, m.scale) for m in kernels)
     lows = tuple(m.low for m in kernels)

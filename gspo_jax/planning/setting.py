@@ -13,6 +13,7 @@ from gspo_jax.engine import Engine
 from gspo_jax.models import flops as flops_lib
 from gspo_jax.models import transformer
 from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.dispatch import BLOCK, block_rooms
 from gspo_jax.models.experts import room_for
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.planning import programs
@@ -114,7 +115,10 @@ class Setting:
 
     def filled(self, name: str) -> float:
         """Return the used fraction of expert buffer rows under balanced load."""
-        likely = 2**20 * self.model.experts_per_token
+        likely, shards, k = 2**20 * self.model.experts_per_token, self.expert_shards(name), self.model.experts_per_token
+        if name == "sample_prefill" and self.config.model.dispatch == "ragged_all_to_all" and shards > 1:
+            blocks, _, likely = block_rooms(int(self.work(name).tokens), k, self.model.num_experts // shards, shards)
+            return likely / (blocks * BLOCK)
         return likely / self.room(name, likely) if self.model.is_routed else 1.0
 
     def room(self, name: str, likely: int) -> int:

@@ -1,5 +1,6 @@
 """Every dispatch matches a dense all-experts oracle, forward and backward, on every mesh; a new dispatch adds a row."""
 
+import contextlib
 import functools
 from unittest import mock
 
@@ -64,13 +65,17 @@ def numbers():
 
 def reference_ragged(operand, output, sent_from, sent, lands_at, received, *, axis_name):
     """Return what `jax.lax.ragged_all_to_all` documents, built from portable collectives; NaN if the sizes disagree."""
-    me, rows = jax.lax.axis_index(axis_name), jnp.arange(output.shape[0])
+    shards, me, rows = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name), jnp.arange(output.shape[0])
     operands = jax.lax.all_gather(operand, axis_name)
-    plans = jax.lax.all_gather(jnp.stack([sent_from, sent, lands_at]), axis_name)[:, :, me]
-    for source, (start, size, at) in zip(operands, plans, strict=True):
-        inside = (rows >= at) & (rows < at + size)
-        output = jnp.where(inside[:, None], source.at[rows - at + start].get(mode="clip"), output)
-    return jnp.where((plans[:, 1] == received).all(), output, jnp.nan)
+    plans = jax.lax.all_gather(jnp.stack([sent_from, sent, lands_at]), axis_name).reshape(shards, 3, shards, -1)[
+        :, :, me
+    ]
+    for source, slices in zip(operands, plans, strict=True):
+        for start, size, at in slices.T:
+            inside = (rows >= at) & (rows < at + size)
+            inside = inside.reshape(-1, *(1,) * (output.ndim - 1))
+            output = jnp.where(inside, source.at[rows - at + start].get(mode="clip"), output)
+    return jnp.where((plans[:, 1].reshape(-1) == received).all(), output, jnp.nan)
 
 
 def gradients(f):
@@ -97,14 +102,19 @@ def compiled(name, dispatch):
         return run
 
     def on_mesh(*args):
-        with (
-            jax.set_mesh(mesh_lib.make_mesh(mesh)),
-            mock.patch.object(dispatch_lib, "check_dispatch"),
-            mock.patch.object(jax.lax, "ragged_all_to_all", reference_ragged),
-        ):
+        with jax.set_mesh(mesh_lib.make_mesh(mesh)), ragged_on_cpu():
             return run(*args)
 
     return on_mesh
+
+
+@contextlib.contextmanager
+def ragged_on_cpu():
+    with (
+        mock.patch.object(dispatch_lib, "check_dispatch"),
+        mock.patch.object(jax.lax, "ragged_all_to_all", reference_ragged),
+    ):
+        yield
 
 
 @functools.cache
@@ -138,6 +148,30 @@ def test_a_forward_has_room_for_every_load(load, layer):
         y = jax.jit(functools.partial(exchange, dispatch="gather"))(
             x, experts, weights, given, layer=None if layer is None else jnp.asarray(layer)
         )
+    assert leaf_errors(all_experts(x, experts, weights, kernels), y) < 2e-6
+
+
+@pytest.mark.parametrize("is_few", [True, False])
+@pytest.mark.parametrize("load", ["random", "one expert", "one shard", "padded"])
+def test_blocks_of_pairs_equal_the_oracle(load, is_few):
+    """Without a gradient `ragged_all_to_all` sends blocks of 8 rows, in a buffer for all pairs or in several passes.
+
+    Each of 4 shards sends at most 2 blocks to each of the other's 2 experts: up to 16 where all choose one, and 8 fit.
+    """
+    experts = jnp.asarray(routed(load))
+    x, weights, kernels, _ = numbers()
+    given = jax.tree.map(lambda w: jnp.stack([jnp.full_like(w, jnp.nan), w]), kernels)
+    rooms = {"_FEW": 2**17 if is_few else 0, "_ROOM": 1}
+    with (
+        jax.set_mesh(mesh_lib.make_mesh({"expert": 4, "tensor": 2})),
+        ragged_on_cpu(),
+        mock.patch.multiple(dispatch_lib, **rooms),
+    ):
+        room, most, _ = dispatch_lib.block_rooms(B * T // 4, K, E // 4, 4)
+        y = jax.jit(functools.partial(exchange, dispatch="ragged_all_to_all"))(
+            x, experts, weights, given, layer=jnp.asarray(1)
+        )
+    assert (room < most) == (not is_few)
     assert leaf_errors(all_experts(x, experts, weights, kernels), y) < 2e-6
 
 
