@@ -11,7 +11,7 @@ shard. Buffers (`experts`), sized at compile time, hold a multiple of a balanced
 """
 
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 from gspo_jax.errors import UserError
+from gspo_jax.kernels import pairs
 from gspo_jax.kernels.backend import platform, varying_like
+from gspo_jax.kernels.row_sums_tpu import in_order
 from gspo_jax.kernels.scopes import RARELY
 from gspo_jax.models.experts import (
     ExpertKernels,
@@ -60,57 +62,6 @@ def _gather(x: Array, experts: Array, weights: Array, kernels: ExpertKernels, *,
     return jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True)
 
 
-class _Moves(NamedTuple):
-    """Where pairs of a token and an expert are in their tokens' shards, sorted by expert, and land in the experts'.
-
-    There they are sorted by expert, then by sender.
-    """
-
-    counts: Int[Array, "S S E"]
-    """Pairs of each shard for each shard's experts: [from, to, expert]."""
-    leaves: Int[Array, "S S E"]
-    """The first one's place in its sender's buffer."""
-    lands: Int[Array, "S S E"]
-    """The first one's place at its expert's shard."""
-
-    @classmethod
-    def of(cls, sizes: Int[Array, " E"]) -> "_Moves":
-        """Exchange the shards' numbers of pairs for all experts."""
-        shards = jax.lax.axis_size("expert")
-        counts = jax.lax.all_gather(sizes.reshape(shards, -1), "expert")
-
-        def before(x: Array) -> Array:  # over the last two axes
-            flat = x.reshape(shards, -1)
-            return (jnp.cumsum(flat, axis=1) - flat).reshape(x.shape)
-
-        arriving = jnp.moveaxis(counts, 0, 2)  # [to, expert, from]
-        return cls(counts, before(counts), jnp.moveaxis(before(arriving), 2, 0))
-
-    def part(self, first: Array | int, room: int) -> "_Part":
-        """Return what moves the pairs that land in [first, first + room) to a buffer of `room` rows, and back."""
-        me = jax.lax.axis_index("expert")
-        begin, end = (jnp.clip(x - first, 0, room) for x in (self.lands, self.lands + self.counts))
-        size, leaves = end - begin, self.leaves + jnp.clip(first - self.lands, 0, self.counts)
-        there = leaves[me], size[me], begin[me], size[:, me]
-        back = begin[:, me], size[:, me], leaves[:, me], size[me]
-        there, back = (tuple(x.reshape(-1) for x in plan) for plan in (there, back))
-        return _Part(there, back, size[:, me].sum(axis=0))
-
-    @property
-    def most(self) -> Int[Array, ""]:
-        """Pairs that arrive at the busiest shard."""
-        return self.counts.sum(axis=(0, 2)).max()
-
-
-class _Part(NamedTuple):
-    """Arguments of `jax.lax.ragged_all_to_all`, to the experts' shards and back."""
-
-    there: tuple[Array, ...]
-    back: tuple[Array, ...]
-    sizes: Int[Array, " E"]
-    """Pairs that arrive here, by expert."""
-
-
 def _pairs(x: Array, experts: Array, weights: Array, kernels: ExpertKernels) -> Array:
     """Send existing pairs only, sorted by expert and so by shard. Rows of buffers without a pair are undefined.
 
@@ -118,7 +69,8 @@ def _pairs(x: Array, experts: Array, weights: Array, kernels: ExpertKernels) -> 
     """
     (N, K), held, shards = experts.shape, kernels.held, jax.lax.axis_size("expert")
     source, place, sizes = sort_pairs(experts.reshape(-1), held * shards)
-    there, back, sizes = _Moves.of(sizes).part(0, rows := shards * N * min(K, held))
+    counts, rows = jax.lax.all_gather(sizes, "expert"), shards * N * min(K, held)
+    there, back, sizes = pairs.moves(counts, jax.lax.axis_index("expert"), 0, room=rows)
 
     def move(a: Array, plan: tuple[Array, ...], rows: int) -> Array:
         out = varying_like(jnp.zeros((rows, a.shape[1]), a.dtype), a)
@@ -138,27 +90,29 @@ def _blocks(x: Array, experts: Array, weights: Array, kernels: ExpertKernels, *,
 
     Each shard fills up its pairs of an expert to whole blocks. Weights are applied where the results return to.
     """
-    (N, K), held, shards = experts.shape, kernels.held, jax.lax.axis_size("expert")
-    source, place, sizes = sort_pairs(_filled_up(experts.reshape(-1), held * shards), held * shards)
-    moves, (room, most, likely) = _Moves.of(sizes // BLOCK), block_rooms(N, K, held, shards)
-    tokens = x.at[source // K].get(mode="clip").reshape(-1, BLOCK, x.shape[1])
-    ones = jnp.ones((room * BLOCK, 1), x.dtype)
+    (N, K), D, held, shards = experts.shape, x.shape[1], kernels.held, jax.lax.axis_size("expert")
+    (room, most, likely), me = block_rooms(N, K, held, shards), jax.lax.axis_index("expert")
+    own = -(-(N * K + (BLOCK - 1) * held * shards) // BLOCK)
+    slots, spare, blocks = pairs.places(varying_like(experts.T, x), held * shards, block=BLOCK, none=own * BLOCK)
+    _, order = in_order(jnp.concatenate([slots.reshape(-1), spare.reshape(-1)]), own * BLOCK)
+    tokens = x.at[order[: own * BLOCK] % N].get(mode="clip").reshape(own, BLOCK, D)
+    counts, ones = jax.lax.all_gather(blocks, "expert"), jnp.ones((room * BLOCK, 1), x.dtype)
 
     def empty(rows: int) -> Array:
-        return varying_like(jax.lax.empty((rows, *tokens.shape[1:]), x.dtype), tokens)
+        return varying_like(jax.lax.empty((rows, BLOCK, D), x.dtype), tokens)
 
     def through(first: Array | int, y: Array) -> Array:
-        there, back, sizes = moves.part(first, room)
-        rows = jax.lax.ragged_all_to_all(tokens, empty(room), *there, axis_name="expert").reshape(-1, x.shape[1])
+        there, back, sizes = pairs.moves(counts, me, first, room=room)
+        rows = jax.lax.ragged_all_to_all(tokens, empty(room), *there, axis_name="expert").reshape(-1, D)
         out = swiglu(rows, ones, kernels, group_sizes=sizes * BLOCK, layer=layer, likely=likely)
-        return jax.lax.ragged_all_to_all(out.reshape(-1, *tokens.shape[1:]), y, *back, axis_name="expert")
+        return jax.lax.ragged_all_to_all(out.reshape(-1, BLOCK, D), y, *back, axis_name="expert")
 
-    y = through(0, empty(len(tokens)))
+    y = through(0, empty(own))
     if room < most:
         with jax.named_scope(RARELY):
-            y = jax.lax.fori_loop(1, -(-moves.most // room), lambda i, y: through(i * room, y), y)
-    slots = jnp.where(experts < held * shards, place[: experts.size].reshape(N, K), source.size)
-    return weighted_sum(y.reshape(-1, x.shape[1]), slots, weights.astype(x.dtype))
+            busiest = counts.reshape(shards, shards, -1).sum(axis=(0, 2)).max()
+            y = jax.lax.fori_loop(1, -(-busiest // room), lambda i, y: through(i * room, y), y)
+    return weighted_sum(y.reshape(-1, D), slots.T, weights.astype(x.dtype))
 
 
 def block_rooms(tokens: int, k: int, held: int, shards: int) -> tuple[int, int, int]:
@@ -170,14 +124,6 @@ def block_rooms(tokens: int, k: int, held: int, shards: int) -> tuple[int, int, 
     most = shards * (tokens * min(k, held) // BLOCK + held)
     likely = tokens * k + (BLOCK - 1) * held * shards // 2
     return most if most <= _FEW // BLOCK else min(most, _ROOM * likely // BLOCK), most, likely
-
-
-def _filled_up(experts: Int[Array, " P"], count: int) -> Int[Array, " M"]:
-    """Append pairs of experts in [0, `count`), each to whole blocks, and of none, together to whole blocks."""
-    every = jnp.arange(count, dtype=experts.dtype)
-    missing = -(experts[:, None] == every[None]).sum(axis=0) % BLOCK
-    more = jnp.where(jnp.arange(BLOCK - 1)[:, None] < missing[None], every[None], count).reshape(-1)
-    return jnp.pad(jnp.concatenate([experts, more]), (0, (count - experts.size) % BLOCK), constant_values=count)
 
 
 def _gathered(experts: Array, kernels: ExpertKernels) -> tuple[Array, ExpertKernels]:
