@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -16,7 +15,7 @@ from gspo_jax.kernels.packed_attention import Spans, packed_attention
 from gspo_jax.kernels.rotary import Rotation, in_place, normed_rope, rms_norm, rope
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
 from gspo_jax.models.matrices import project
-from gspo_jax.parallel.mesh import AXES, TRAINER, has_mesh, manual_axes, spec, without_axes
+from gspo_jax.parallel.mesh import on_shards
 
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 """(q [B,T,H,h], k [B,T,Kv,h], v [B,T,Kv,h]) -> (output [B,T,H,h], anything to return).
@@ -24,28 +23,13 @@ Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 It decides what a query sees.
 """
 
-_Axes = tuple[str | None, ...]
-
-
-def _on_shards(attend: Callable[..., Array], arrays: tuple[Any, ...], axes: tuple[_Axes, ...], out: _Axes) -> Array:
-    """Run attend(*arrays) on each shard, split by logical axes: XLA cannot split a kernel.
-
-    Along manual mesh axes the arrays are split already.
-    """
-    if not has_mesh() or not (automatic := set(AXES) - manual_axes()):
-        return attend(*arrays)
-    *parts, result = (without_axes(spec(names, TRAINER), manual_axes()) for names in (*axes, out))
-    # Kernels do not declare their varying mesh axes.
-    layout = {"in_specs": tuple(parts), "out_specs": result, "check_vma": False}
-    return jax.shard_map(attend, axis_names=automatic, **layout)(*arrays)
-
 
 def attend_causal(
     q: Float[Array, "B N H h"], k: Float[Array, "B N Kv h"], v: Float[Array, "B N Kv h"], valid: Bool[Array, "B N"]
 ) -> Float[Array, "B N H h"]:
     """Run `causal_attention` on each shard."""
     queries, keys = ("batch", None, "heads"), ("batch", None, "kv_heads")
-    return _on_shards(causal_attention, (q, k, v, valid), (queries, keys, keys, ("batch",)), queries)
+    return on_shards(causal_attention, (q, k, v, valid), (queries, keys, keys, ("batch",)), queries)
 
 
 def attend_packed(
@@ -60,7 +44,7 @@ def attend_packed(
 
     # Heads stay side by side between the matmuls and the kernel, or the compiler may move them.
     arrays = (_wide(q), _wide(k), _wide(v), spans)
-    return _on_shards(attend, arrays, (queries, keys, keys, ("batch",)), queries).reshape(q.shape)
+    return on_shards(attend, arrays, (queries, keys, keys, ("batch",)), queries).reshape(q.shape)
 
 
 def _wide(x: Float[Array, "B N H h"]) -> Float[Array, "B N Hh"]:
@@ -88,7 +72,7 @@ def attend_cached(
     queries, keys = (None, "heads"), (None, None, "kv_heads")
     arrays = (q, prompt_k, prompt_v, prompt_lengths, k, v)
     where = {"layer": layer, "table": table, "ages": ages, "rows": rows}
-    return _on_shards(attend, (*arrays, where), (queries, keys, keys, (), keys, keys, ()), queries)
+    return on_shards(attend, (*arrays, where), (queries, keys, keys, (), keys, keys, ()), queries)
 
 
 class HeadNorm(nnx.Module):
@@ -149,7 +133,7 @@ class Attention(nnx.Module):
 
             wide = ("batch", None, axis)
             arrays = (checkpoint_name(x, "dot"), rotation, scale)
-            return _on_shards(run, arrays, (wide, ("batch",), ()), wide).reshape(*x.shape[:2], -1, h)
+            return on_shards(run, arrays, (wide, ("batch",), ()), wide).reshape(*x.shape[:2], -1, h)
         # Heads before tokens, before norm and rotation make them float32.
         heads = checkpoint_name(jnp.swapaxes(x.reshape(*x.shape[:2], -1, h), 1, 2), "dot")
         return jnp.swapaxes(rope(heads if norm is None else norm(heads), rotation), 1, 2)

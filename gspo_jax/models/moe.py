@@ -13,10 +13,12 @@ from flax import nnx, struct
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from gspo_jax.kernels import router_tpu
 from gspo_jax.models.config import ModelConfig, Stack, parameter
 from gspo_jax.models.dispatch import Dispatch, exchange
 from gspo_jax.models.experts import ExpertKernels
 from gspo_jax.models.matrices import matrix, project
+from gspo_jax.parallel.mesh import on_shards
 from gspo_jax.types import RouterRecord
 
 
@@ -183,11 +185,26 @@ class MoE(nnx.Module):
         With `layer` the experts' weights are of all layers, to save a loop the copies. Scales and adapters are the
         layer's.
         """
-        (logits,) = project(self, ("router",), x.astype(jnp.float32))
-        routes, weights = self.choose(checkpoint_name(logits, "dot"), self.config, asked)
+        routes, weights = self._routed(x, asked, layer)
         ids = jnp.where(valid[..., None], routes.experts, self.config.num_experts)
         kernels = ExpertKernels(*(matrix(self, name, x.dtype) for name in ("gate", "up", "down")))
         return exchange(x, ids, weights, kernels, dispatch=self.dispatch, layer=layer), routes
+
+    def _routed(self, x: Array, asked: Routing | None, layer: Array | None) -> tuple[Routes, Array]:
+        (B, T, D), router, config = x.shape, matrix(self, "router", x.dtype), self.config
+        plain = layer is not None and asked is None and self.choose is softmax_router and router.low is None
+        if not plain or not router_tpu.applies(B * T, D, config.num_experts):
+            (logits,) = project(self, ("router",), x.astype(jnp.float32))
+            return self.choose(checkpoint_name(logits, "dot"), config, asked)
+
+        def run(x: Array, weights: Array) -> list[Array]:
+            options = {"k": config.experts_per_token, "renormalise": config.norm_topk_prob}
+            found = router_tpu.choose(x.reshape(-1, D), weights, **options)
+            return [jnp.moveaxis(a.reshape(len(a), -1, T), 0, 2) for a in found]
+
+        rows = ("batch", None, None)
+        experts, logprobs, weights = on_shards(run, (x, router.weights), (rows, ()), rows)
+        return Routes(experts, logprobs), weights
 
 
 class MLP(nnx.Module):

@@ -5,7 +5,7 @@ constraints are the identity.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -237,3 +237,20 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if not has_mesh():
         return x
     return jax.lax.with_sharding_constraint(x, without_axes(spec(axes, TRAINER), manual_axes()))
+
+
+def on_shards(run: Callable[..., Any], arrays: Any, axes: Any, out: Any) -> Any:
+    """Run run(*arrays) on each shard, split by logical axes: XLA cannot split a kernel.
+
+    Along manual mesh axes the arrays are split already.
+
+    Args:
+      axes: a tuple of logical axes for each of the arrays.
+      out: logical axes of the result.
+    """
+    if not has_mesh() or not (automatic := set(AXES) - manual_axes()):
+        return run(*arrays)
+    *parts, result = (without_axes(spec(names, TRAINER), manual_axes()) for names in (*axes, out))
+    # Kernels do not declare their varying mesh axes.
+    layout = {"in_specs": tuple(parts), "out_specs": result, "check_vma": False}
+    return jax.shard_map(run, axis_names=automatic, **layout)(*arrays)
