@@ -37,6 +37,13 @@ class Spans(NamedTuple):
     own_start: Int[Array, "B N"]
     """Token i sees [own_start, i]. For padding i + 1, so none."""
 
+    @classmethod
+    def of_texts(cls, valid: Bool[Array, "B N"]) -> "Spans":
+        """Return those of rows with one text each, the first tokens of a row."""
+        token = jnp.arange(valid.shape[1], dtype=jnp.int32)[None]
+        none = jnp.zeros(valid.shape, jnp.int32)
+        return cls(none, none, jnp.where(valid, none, token + 1))
+
     @property
     def valid(self) -> Bool[Array, "B N"]:
         """False for padding."""

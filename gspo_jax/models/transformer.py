@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.attention import SlotRows
+from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.kv import KV
 from gspo_jax.kernels.packed_attention import Spans
 from gspo_jax.kernels.rotary import Rotation, rms_norm
@@ -187,7 +188,12 @@ class Transformer(nnx.Module):
         """Run the forward, and also return every layer's keys and values [L, P, M, Kv, h] for the cache.
 
         Tokens attend to keys and values as computed, whatever the cache stores.
+
+        Args:
+          valid: True for the first tokens of each row, which are read; None: all.
         """
+        if spans is None and valid is not None and platform() == "tpu":
+            spans = Spans.of_texts(valid)
         rows = _rows(tokens, valid, spans)
 
         def keep(q: Array, k: Array, v: Array) -> tuple[Array, Any]:

@@ -34,7 +34,7 @@ ATTENTION: tuple[str, ...] = ("splash_", "packed_", "paged_attention")
 
 def kernels(setting: Setting, name: str) -> Kernels:
     """Return the executed work of a program's kernels, by name prefix."""
-    splash, packed, grouped = _splash(setting), _packed(setting), _grouped(setting, name)
+    splash, packed, grouped = _splash(setting), _packed(setting, name), _grouped(setting, name)
     fill = setting.filled(name)
 
     def sums(call: KernelCall) -> OpWork:  # only rows that arrive
@@ -100,14 +100,15 @@ def _splash(setting: Setting) -> Callable[[KernelCall], OpWork]:
     return work
 
 
-def _packed(setting: Setting) -> Callable[[KernelCall], OpWork]:
+def _packed(setting: Setting, name: str) -> Callable[[KernelCall], OpWork]:
     """Count the parts of blocks that segments visit."""
 
     def work(call: KernelCall) -> OpWork:
         query = next(a for a in call.operands if len(a.dims) == 2)
         tokens, width = query.dims
         block = packed_attention_tpu.block_length(tokens, round(query.bytes / math.prod(query.dims)))
-        spans, part = spans_at_full_length(tokens, **setting.row_size), packed_attention_tpu.part_length(block)
+        size = setting.row_size | ({"prompt": 0, "response": tokens} if name == "sample_prefill" else {})
+        spans, part = spans_at_full_length(tokens, **size), packed_attention_tpu.part_length(block)
         visits, computed = (packed_attention_tpu.visited_blocks(*spans, block=size) for size in (block, part))
         products = 5 if call.name.startswith("packed_attention_backward") else 2
         return OpWork(2.0 * products * width * part**2 * computed, call.declared.bytes, visits)
