@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
+from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.kv import each
 from gspo_jax.kernels.packed_attention import Spans
 from gspo_jax.models import moe
@@ -34,6 +35,9 @@ from gspo_jax.rollout.prefilled import Prefilled, PrefilledKV, SampledTokens, le
 from gspo_jax.rollout.prefixes import PackedPrefix
 from gspo_jax.rollout.sampling import SamplingParams, StopRule, draw, token_keys
 from gspo_jax.types import Prompts, RouterRecord, Weights
+
+_ROWS = 8
+"""Fewest rows of a TPU's matrix product."""
 
 
 def prefilled_specs(prefix: PackedPrefix | None, heads: str | None = None) -> Any:
@@ -114,6 +118,8 @@ def prefill(
             last = jnp.repeat(last[:, 0], B // P, axis=0)
             last, prefix_kv = _prefill_rows(model, prefix, last, record, cache_dtype)
             last = last.reshape(P, B // P, -1)
+        if P < _ROWS and platform() == "tpu":  # a product with one row would not be the matrix units'
+            last = jnp.repeat(last, B // P // last.shape[1], axis=1)
         logits = dataclasses.replace(output, hidden=last).logits
         logits = constrain(jnp.repeat(logits, B // P // logits.shape[1], axis=1).reshape(B, -1), "batch", "vocab")
         first = SampledTokens(*draw(token_keys(keys, lengths), logits, sampling))
