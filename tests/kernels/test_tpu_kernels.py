@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gspo_jax.kernels import pairs_tpu, router_tpu
 from gspo_jax.kernels.adapted_matmul import LowRank, adapted_matmuls
 from gspo_jax.kernels.decode_attention_tpu import Visits, paged_attention
 from gspo_jax.kernels.decode_experts_tpu import experts_sum, packed_width
@@ -44,6 +45,8 @@ ROWS = {"many": 65536, "few": 64, "odd": 1000}
 """Rows of a grouped matmul: of an update, of a decode step, and a number that is no multiple of a tile."""
 PACKED = {"long": 16384, "odd": 1000}
 """Tokens per packed row; the second number is no multiple of a block."""
+PAIRS = {"long": 16384, "short": 128}
+"""Tokens that a prefill routes."""
 MODELS = {
     "30B": (2048, 32, 4, 128, 128, 768, 16, 512),
     "30B, many": (2048, 32, 4, 128, 128, 768, 112, 7168),
@@ -214,6 +217,21 @@ def sums(target, name, dtype):
         return read(topology.lower(run, rows, has).compile())
 
 
+def pairs(target, name, dtype):
+    """Compile a router's choice, and the index arithmetic of the exchange of its pairs by 32 shards."""
+    mesh, tokens, experts, k, shards = topology.topology_mesh(target, {"fsdp": -1}), PAIRS[name], 128, 8, 32
+
+    def run(x, router, counts, me, first):
+        ids, *_ = router_tpu.choose(x, router, k=k, renormalise=True)
+        return pairs_tpu.places(ids, experts, block=8, none=2**17), pairs_tpu.moves(counts, me, first, room=tokens)
+
+    shapes = (tokens, D), (D, experts), (shards, experts), (), ()
+    dtypes = dtype, jnp.float32, jnp.int32, jnp.int32, jnp.int32
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(run, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+        return read(topology.lower(run, *map(jax.ShapeDtypeStruct, shapes, dtypes)).compile())
+
+
 def stacked(*shape, int8, rank=16):
     """Return the shapes of a matrix of two layers, in int8 with adapters or in bfloat16."""
 
@@ -291,6 +309,7 @@ KERNELS = {
     experts_swiglu: ROWS,
     turned: PACKED,
     sums: PACKED,
+    pairs: PAIRS,
     decode: MODELS,
     decode_int8: ("30B",),
 }
@@ -308,7 +327,7 @@ def cases(target):
     named = [(of, name) for of, names in KERNELS.items() for name in names]
     largest = [case for case in named if case in LARGEST]
     if target.startswith("v5p"):
-        whole = [case for case in largest if case[0] in (attention, packed, experts_swiglu, turned, sums)]
+        whole = [case for case in largest if case[0] in (attention, packed, experts_swiglu, turned, sums, pairs)]
         return [*((*case, "bfloat16") for case in named), *((*case, "float32") for case in whole)]
     return [(*case, "bfloat16") for case in largest if case[0] not in (experts, experts_int8)]
 
@@ -353,8 +372,9 @@ def test_the_tpu_compiler_takes_every_kernel(target):
                 "matmul_transposed": 1,
             }
             assert result["kernels"] == {f"grouped_{k}": n for k, n in kernels.items()} | {"grouped_outer": 3}
-        elif of in (turned, sums):
+        elif of in (turned, sums, pairs):
             names = {turned: ("normed_rope", "normed_rope_backward"), sums: ("masked_sum",)}
+            names[pairs] = "router", "pair_places", "pair_moves"
             assert result["kernels"] == dict.fromkeys(names[of], 1)
         elif of is experts_adapted:
             kernels = {f"grouped_{k}": 1 for k in ("matmul", "matmul_transposed", "outer_thin")}
