@@ -1,7 +1,7 @@
 """Softmax attention with grouped key/value heads (GQA) and float32 scores.
 
-Plain XLA, but for prefill on TPU (attention_tpu.py). The trainer uses packed_attention.py, and a decode step that is
-fused on TPU decode_attention_tpu.py.
+Plain XLA. The trainer, and prefill on TPU, use packed_attention.py, and a decode step that is fused on TPU
+decode_attention_tpu.py.
 """
 
 from typing import NamedTuple
@@ -11,8 +11,6 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from gspo_jax.kernels import attention_tpu
-from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.kv import KV, each, parts, take
 from gspo_jax.kernels.scopes import at_most
 
@@ -31,11 +29,8 @@ def causal_attention(
 ) -> Float[Array, "B T H h"]:
     """Return causal attention softmax(q k^T / sqrt(h)) v over the valid keys, for a prefill.
 
-    Query head i reads key/value head i // (H / Kv). A query that sees no key gets 0, or on TPU an unspecified finite
-    value.
+    Query head i reads key/value head i // (H / Kv). A query that sees no key gets 0.
     """
-    if platform() == "tpu":
-        return attention_tpu.attention(q, k, v, valid)
     B, T, H, h = q.shape
     Kv, heads = k.shape[2], H // k.shape[2]
     # One matmul for all query heads of a key head.

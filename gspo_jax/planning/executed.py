@@ -1,6 +1,6 @@
 """Executed work of kernels, for rows at full length and the expert loads of loads.py.
 
-Each kernel's module says what it computes: blocks that a mask visits (attention_tpu.py, packed_attention_tpu.py) or
+Each kernel's module says what it computes: blocks that a mask visits (packed_attention_tpu.py) or
 tiles that a load visits (visits_tpu.py). Other kernels that execute more than they declare, or whose grid is known only
 at run time, need a row in `kernels`.
 """
@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gspo_jax.kernels import (
-    attention_tpu,
     decode_attention_tpu,
     decode_experts_tpu,
     packed_attention_tpu,
@@ -28,13 +27,13 @@ from gspo_jax.planning.setting import Setting
 
 GROUPED: tuple[str, ...] = ("grouped_matmul", "grouped_outer")
 """Name prefixes."""
-ATTENTION: tuple[str, ...] = ("splash_", "packed_", "paged_attention")
+ATTENTION: tuple[str, ...] = ("packed_", "paged_attention")
 """Name prefixes."""
 
 
 def kernels(setting: Setting, name: str) -> Kernels:
     """Return the executed work of a program's kernels, by name prefix."""
-    splash, packed, grouped = _splash(setting), _packed(setting, name), _grouped(setting, name)
+    packed, grouped = _packed(setting, name), _grouped(setting, name)
     fill = setting.filled(name)
 
     def sums(call: KernelCall) -> OpWork:  # only rows that arrive
@@ -43,7 +42,7 @@ def kernels(setting: Setting, name: str) -> Kernels:
         return OpWork(fill * call.declared.flops, call.declared.bytes, visits)
 
     own = {"paged_attention": _paged(setting), "decode_experts": _decode_experts(setting, name)}
-    return own | {"splash_": splash, "packed_attention": packed, ROW_SUMS: sums, **dict.fromkeys(GROUPED, grouped)}
+    return own | {"packed_attention": packed, ROW_SUMS: sums, **dict.fromkeys(GROUPED, grouped)}
 
 
 def passes(setting: Setting, name: str) -> Callable[[Sequence[KernelCall]], float]:
@@ -81,23 +80,6 @@ def _loads(setting: Setting, name: str, room: int) -> loads_lib.Loads:
 def filled(setting: Setting, name: str) -> dict[str, float]:
     """Return the needed fraction of a kernel's declared flops, by name prefix."""
     return {ROW_SUMS: 0.0, **dict.fromkeys(GROUPED, setting.filled(name))}
-
-
-def _splash(setting: Setting) -> Callable[[KernelCall], OpWork]:
-    """Count whole blocks that the mask visits."""
-    T = setting.config.data.max_prompt_length
-    padded = attention_tpu.padded_length(T)
-    heads = setting.model.num_heads // setting.model.num_kv_heads
-
-    def work(call: KernelCall) -> OpWork:
-        count = attention_tpu.computed_products(T, heads=heads)
-        *rows, group, queries, width = next(a.dims for a in call.operands if a.dtype in ("bf16", "f32"))
-        assert (group, queries) == (heads, padded), (
-            f"{call.name} has queries {queries} by {group}, not {padded} by {heads}"
-        )
-        return OpWork(2.0 * width * count * math.prod(rows), call.declared.bytes)
-
-    return work
 
 
 def _packed(setting: Setting, name: str) -> Callable[[KernelCall], OpWork]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from gspo_jax.kernels.attention import causal_attention
 from gspo_jax.kernels.packed_attention import Spans, masked_attention, packed_attention
 from gspo_jax.models.transformer import REMATS
 from gspo_jax.parallel import mesh as mesh_lib
@@ -189,3 +190,15 @@ def test_every_shard_of_a_mesh_has_its_own_rows_and_heads(check):
             jax.shard_map(with_gradients, in_specs=(heads, heads, heads, heads, rows), out_specs=heads, check_vma=check)
         )(*arrays, spans)
     close(ours, oracle(*arrays, spans))
+
+
+def test_a_row_with_one_text_is_causal():
+    """As a prefill on TPU asks for it; a row may be full, or empty."""
+    valid = jnp.arange(90)[None] < jnp.asarray([[90], [41], [0]])
+    spans = Spans.of_texts(valid)
+    np.testing.assert_array_equal(spans.valid, valid)
+    np.testing.assert_array_equal(spans.positions, jnp.where(valid, jnp.arange(90)[None], 0))
+    q, k, v, _ = draw(spans)
+    ours, theirs = packed_attention(q, k, v, spans), causal_attention(q, k, v, valid)
+    mask = valid[:, :, None, None]
+    np.testing.assert_allclose(jnp.where(mask, ours, 0), jnp.where(mask, theirs, 0), atol=2e-6)

@@ -31,15 +31,12 @@ from gspo_jax.kernels.packed_attention import Spans, packed_attention
 from gspo_jax.kernels.rotary_tpu import normed_rope
 from gspo_jax.kernels.row_sums_tpu import masked_sum
 from gspo_jax.kernels.swiglu_tpu import swiglu
-from gspo_jax.models.attention import attend_causal
 from gspo_jax.models.transformer import REMATS
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.planning import topology
 from tests import ahead
 
 HEADS, KV_HEADS, WIDTH = 32, 4, 128
-PROMPTS = {"long": 4096}
-"""Tokens of a prompt."""
 EXPERTS, D, F = 32, 2048, 768
 ROWS = {"many": 65536, "few": 64, "odd": 1000}
 """Rows of a grouped matmul: of an update, of a decode step, and a number that is no multiple of a tile."""
@@ -88,16 +85,6 @@ def of_mesh(mesh):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     return one
-
-
-def attention(target, name, dtype):
-    """Compile the prefill's attention, without a gradient: one row and half of the heads per chip."""
-    mesh = topology.topology_mesh(target, {"fsdp": -1, "tensor": 2})
-    rows, tokens, one = mesh.size // 2, PROMPTS[name], of_mesh(mesh)
-    q = one((rows, tokens, HEADS, WIDTH), dtype, "batch", None, "heads")
-    k = one((rows, tokens, KV_HEADS, WIDTH), dtype, "batch", None, "kv_heads")
-    with jax.set_mesh(mesh):
-        return read(topology.lower(attend_causal, q, k, k, one((rows, tokens), jnp.bool_, "batch")).compile())
 
 
 def packed(target, name, dtype, remat="none"):
@@ -301,7 +288,6 @@ def decode_int8(target, name, dtype):
 
 
 KERNELS = {
-    attention: PROMPTS,
     packed: PACKED,
     experts: ROWS,
     experts_int8: ("many", "few"),
@@ -327,7 +313,7 @@ def cases(target):
     named = [(of, name) for of, names in KERNELS.items() for name in names]
     largest = [case for case in named if case in LARGEST]
     if target.startswith("v5p"):
-        whole = [case for case in largest if case[0] in (attention, packed, experts_swiglu, turned, sums, pairs)]
+        whole = [case for case in largest if case[0] in (packed, experts_swiglu, turned, sums, pairs)]
         return [*((*case, "bfloat16") for case in named), *((*case, "float32") for case in whole)]
     return [(*case, "bfloat16") for case in largest if case[0] not in (experts, experts_int8)]
 
@@ -351,10 +337,7 @@ def test_the_tpu_compiler_takes_every_kernel(target):
     found = ahead.figures("tests.kernels.test_tpu_kernels", target)
     for of, name, dtype in cases(target):
         result = found[f"{of.__name__}, {name}, {dtype}"]
-        if of is attention:
-            assert result["kernels"] == {"splash_mqa_fwd_segmented_no_residuals": 1}
-            assert result["temporaries"] < 16 * PROMPTS[name] * HEADS // 2 * WIDTH * jnp.dtype(dtype).itemsize
-        elif of is packed:
+        if of is packed:
             assert result["kernels"] == {"packed_visits": 1, "packed_attention": 1, "packed_attention_backward": 1}
             queries = PACKED[name] * HEADS // 2 * WIDTH * jnp.dtype(dtype).itemsize
             assert result["temporaries"] < 16 * queries

@@ -137,15 +137,18 @@ def test_executed_attention_of_packed_rows():
     assert not end[0, :512].any() and (own[0, 16384:] > np.arange(16384, 16500)).all()
 
 
-@pytest.mark.parametrize(("longest", "block"), [(512, 512), (48, 128)])
-def test_executed_attention_of_prompts(longest, block):
-    """A prompt of 512 tokens is one block, computed whole in two products for each of its heads. So is a short one."""
+@pytest.mark.parametrize(
+    ("longest", "tokens", "prompts", "parts"),
+    [(512, 512, 1, 3 * 256**2), (512, 4096, 8, 3 * 256**2), (48, 256, 2, 128**2)],
+)
+def test_executed_attention_of_prompts(longest, tokens, prompts, parts):
+    """A prompt of 512 tokens has four parts of 256 queries and keys, one of which sees nothing. A short one has one."""
     recipe = setting(prompts=8)
     recipe.config.data.max_prompt_length = longest
-    work = executed.kernels(recipe, "sample_prefill")["splash_"]
-    queries, table = hlo.Array("bf16", (4, 8, block, 128), 0), hlo.Array("s8", (1, 1, 1), 0)
-    once = costs.OpWork(2 * 2 * 32 * block * block * 128, 7)
-    assert work(costs.KernelCall("splash_mqa_fwd.1", (table, queries), (), costs.OpWork(0, 7))) == once
+    work = executed.kernels(recipe, "sample_prefill")["packed_attention"]
+    spans, queries = hlo.Array("s32", (2, 3, 256), 0), hlo.Array("bf16", (tokens, 4096), 0)
+    once = costs.OpWork(2 * 2 * 4096 * prompts * parts, 7, steps=prompts)
+    assert work(costs.KernelCall("packed_attention.1", (spans, queries), (), costs.OpWork(0, 7))) == once
 
 
 def test_executed_grouped_matmuls_of_the_recipe():
