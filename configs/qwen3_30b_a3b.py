@@ -32,6 +32,7 @@ def get_config(arg: str = "") -> ConfigDict:
     """Return the config; `arg` is a comma-separated list of `ARGUMENTS` and a number of chips, empty for v5p:4x4x4."""
     config = on_gsm8k("Qwen3-30B-A3B")
     config.model.remat = "dots"
+    config.model.dispatch = "ragged_all_to_all"  # the sampler's experts are on more chips than a token has experts
     config.mesh.update({"data": 1, "fsdp": -1})  # on 64 chips, two whole experts of each layer per chip
     config.sampling.mesh.update({"data": -1, "expert": 32})
     config.data.prompts_per_batch = 64
@@ -81,8 +82,9 @@ def v6e(config: ConfigDict) -> None:
 
 
 def v5e(config: ConfigDict) -> None:
-    """Fit 256 chips of 16 GB, v5e:16x16."""
+    """Fit 256 chips of 16 GB, v5e:16x16, whose compiler lacks the exchange of pairs."""
     config.model.remat = "full"
+    config.model.dispatch = "gather"
     config.mesh.update({"data": 2})
     config.data.prompts_per_batch = 256
     config.training.logprob_chunk = 256 * 512

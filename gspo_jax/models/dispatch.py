@@ -3,7 +3,8 @@
 Two ways compute the same Σ_k w_k · down_e(silu(gate_e x) · up_e x), with e the token's k-th expert. Neither drops any:
 
 * `gather` all-gathers the tokens of an expert group, and each shard adds up its own experts' outputs.
-* `ragged_all_to_all` sends each (token, expert) pair to its expert's shard, without padding. Not on CPU.
+* `ragged_all_to_all` sends each (token, expert) pair to its expert's shard. Not on CPU. Without a gradient pairs travel
+  in blocks of 8 rows, which each sender fills up for each expert.
 
 With ep shards of n tokens of width D and balanced experts, each shard sends and receives (ep-1)·n·D by gather,
 (ep-1)/ep·K·n·D by ragged_all_to_all. Gather is lighter while ep <= K. Up to ep·n·min(K, E/ep) pairs may arrive at a
