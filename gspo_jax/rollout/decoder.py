@@ -118,7 +118,8 @@ def prefill(
             last = jnp.repeat(last[:, 0], B // P, axis=0)
             last, prefix_kv = _prefill_rows(model, prefix, last, record, cache_dtype)
             last = last.reshape(P, B // P, -1)
-        if P < _ROWS and platform() == "tpu":  # a product with one row would not be the matrix units'
+        # A product with one row would not be the matrix units'. Those of a spread head get the rows of all shards.
+        if P < _ROWS and not output.head_is_spread and platform() == "tpu":
             last = jnp.repeat(last, B // P // last.shape[1], axis=1)
         logits = dataclasses.replace(output, hidden=last).logits
         logits = constrain(jnp.repeat(logits, B // P // logits.shape[1], axis=1).reshape(B, -1), "batch", "vocab")
