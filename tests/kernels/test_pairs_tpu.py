@@ -24,7 +24,7 @@ def ids(load, k, tokens, experts):
 
 
 @pytest.mark.parametrize("load", ["random", "one expert", "padded", "empty"])
-@pytest.mark.parametrize(("k", "tokens", "experts"), [(8, 128, 128), (2, 640, 16), (4, 1024, 160)])
+@pytest.mark.parametrize(("k", "tokens", "experts"), [(8, 128, 16), (4, 640, 160)])
 def test_places(load, k, tokens, experts):
     """Pairs and what fills up their blocks have every place from 0 on once, in order of experts."""
     chosen, none = ids(load, k, tokens, experts), k * tokens + BLOCK * experts
@@ -42,8 +42,8 @@ def test_places(load, k, tokens, experts):
 
 
 @pytest.mark.parametrize("load", ["random", "one shard", "empty", "full"])
-@pytest.mark.parametrize(("shards", "experts"), [(32, 128), (8, 128), (4, 256)])
-@pytest.mark.parametrize(("first", "room"), [(0, 100_000), (0, 50), (50, 50)])
+@pytest.mark.parametrize(("shards", "experts"), [(32, 128), (4, 256)])
+@pytest.mark.parametrize(("first", "room"), [(0, 100_000), (50, 50)])
 def test_moves(load, shards, experts, first, room):
     rng = np.random.default_rng(0)
     counts = rng.integers(0, 9, (shards, experts))
