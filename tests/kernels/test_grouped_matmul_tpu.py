@@ -339,3 +339,13 @@ def test_kernels_say_what_they_cost():
 def test_executed_rows_are_those_of_the_tiles_that_the_kernel_visits(sizes):
     _, counts = visits_tpu.schedule(jnp.array(sizes), 300, 64, interpret=True)
     assert visits_tpu.executed_rows(np.array(sizes), 64) == 64 * counts[0]
+
+
+def test_weighted_sums_leave_out_rows_of_weight_0():
+    rng = np.random.default_rng(0)
+    factors = np.where(rng.random((40, 3)) < 0.6, rng.standard_normal((40, 3)), 0).astype(np.float32)
+    x = rng.standard_normal((3, 40, 128)).astype(np.float32)
+    found = row_sums_tpu.masked_sum(
+        jnp.where(factors.T[..., None] != 0, x, jnp.nan), jnp.asarray(factors), interpret=True
+    )
+    np.testing.assert_allclose(found, np.einsum("jnd,nj->nd", x, factors), atol=1e-5)
