@@ -269,9 +269,7 @@ class CostedProgram(Module):
             return part.bytes * ((whole.space == space) + (part.space == space))
         if opcode == "custom-call" and not operation.is_kernel:
             return 0.0
-        if (
-            opcode.removesuffix("-start") == "ragged-all-to-all"
-        ):  # only rows that move, at most all of the smaller buffer
+        if opcode.removesuffix("-start") == "ragged-all-to-all":  # rows that move: at most the smaller buffer's
             return 2 * min(given[:2])
         if opcode.endswith("-start"):  # its result tuple lists inputs and outputs
             return out

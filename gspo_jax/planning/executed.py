@@ -1,8 +1,8 @@
 """Executed work of kernels, for rows at full length and the expert loads of loads.py.
 
-Each kernel's module says what it computes: blocks that a mask visits (packed_attention_tpu.py) or
-tiles that a load visits (visits_tpu.py). Other kernels that execute more than they declare, or whose grid is known only
-at run time, need a row in `kernels`.
+Each kernel's module says what it computes: blocks that a mask visits (packed_attention_tpu.py) or tiles that a load
+visits (visits_tpu.py). Other kernels that execute more than they declare, or whose grid is known only at run time, need
+a row in `kernels`.
 """
 
 import math
