@@ -284,8 +284,9 @@ class CostedProgram(Module):
             if chain := self.chained(operation):  # `count` counts the collective's buffers once
                 own = {(a.dtype, a.dims) for o in chain[1].operands for a in self.arrays(called, o)}
                 own |= {(a.dtype, a.dims) for a in chain[1].arrays}
-                touched = (*operation.arrays, *(a for o in operation.operands for a in self.arrays(computation, o)))
-                return size([a for a in touched if (a.dtype, a.dims) not in own])
+                out = size([a for a in operation.arrays if (a.dtype, a.dims) not in own])
+                arrays = [self.arrays(computation, o) for o in operation.operands]
+                given = [size([a for a in some if (a.dtype, a.dims) not in own]) for some in arrays]
             inner = {int(o.arguments): o for o in self.computations[called].values() if o.opcode == "parameter"}
             read = sum(min(full, self._read(called, inner[i])) for i, full in enumerate(given) if full)
             return read + (min(out, self._written(called, self.root(called))) if out else 0)

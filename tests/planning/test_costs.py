@@ -612,3 +612,25 @@ def test_a_collective_in_steps_between_others_work_is_sent_once():
     assert [(times, traffic.bytes) for times, traffic in costs.collectives] == [(1, 96)]
     assert costs.bytes == 160 + 128 + 128
     assert found.elapsed(RATES) == costs.seconds(RATES), "the middle step takes two seconds and hides the transfer"
+
+
+def test_of_a_stack_that_is_read_beside_a_collective_only_the_part_counts():
+    """64 of 256 bytes, and 128 of the step's own input and output."""
+    step = "f32[8]{0}, f32[32]{0}, u32[]{:S(2)}"
+    inner = GATHER.format("q", ', frontend_attributes={chain_id="0"}')
+    called = f"""%goes_on (x: f32[16], q: f32[8], s: f32[4,16], i: s32[]) -> (f32[16], {step}) {{
+  %x = f32[16]{{0}} parameter(0)
+  %q = f32[8]{{0}} parameter(1)
+  %s = f32[4,16]{{1,0}} parameter(2)
+  %i = s32[]{{:S(6)}} parameter(3)
+  %part = f32[1,16]{{1,0}} dynamic-slice(%s, %i, %i), dynamic_slice_sizes={{1,16}}
+  %b = f32[16]{{0}} bitcast(%part)
+  %a = f32[16]{{0}} add(%x, %b)
+  %g = f32[32]{{0}} {inner}
+  ROOT %c = (f32[16]{{0}}, {step}) custom-call(%a, %g)
+}}
+"""
+    body = f"""  %i = s32[]{{:S(6)}} constant(1)
+  %s = f32[4,16]{{1,0}} constant(0)
+  %fusion.1 = (f32[16]{{0}}, {step}) fusion(%x, %p, %s, %i), kind=kOutput, calls=%goes_on"""
+    assert in_line(body, called=called).costs().bytes == 64 + 128 + 128
