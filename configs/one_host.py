@@ -24,6 +24,7 @@ Arguments, joined by commas, change the model and what of it is trained:
 
 - a model: `OLMoE-1B-7B-0924`, `Qwen3-0.6B`, `Qwen3-1.7B`, `Qwen3-4B` or `Qwen3-8B` in place of Qwen3-30B-A3B.
 - `bf16`: a base in bfloat16, and rows of 2048 tokens instead of 4480.
+- `partial`: partial rollouts, of 192 prompts in flight, with 256 slots and keys and values in int8.
 - `full`: all weights are trained; there is no base.
 - `gpu`: a single device, such as a GPU of 80 GB; untried (docs/gpu.md).
 
@@ -91,6 +92,12 @@ def full(config: ConfigDict) -> None:
     config.optimizer.learning_rate = 1e-6
 
 
+def partial(config: ConfigDict) -> None:
+    """Sample without waiting for the longest responses, 256 at a time, with keys and values in int8."""
+    config.sampling.cache_dtype, config.sampling.slots = "int8", 256
+    config.sampling.partial.prompts, config.sampling.partial.share = 192, 0.45
+
+
 def gpu(config: ConfigDict) -> None:
     """Run on a single device, with keys and values in int8 to leave room."""
     for mesh in (config.mesh, config.sampling.mesh):
@@ -98,4 +105,4 @@ def gpu(config: ConfigDict) -> None:
     config.sampling.cache_dtype, config.sampling.slots = "int8", 64
 
 
-ARGUMENTS = {"bf16": bf16, "full": full, "gpu": gpu}
+ARGUMENTS = {"bf16": bf16, "full": full, "partial": partial, "gpu": gpu}

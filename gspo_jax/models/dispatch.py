@@ -17,6 +17,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -59,8 +60,17 @@ def check_dispatch(dispatch: Dispatch, platform: str) -> None:
 def _gather(x: Array, experts: Array, weights: Array, kernels: ExpertKernels, *, layer: Array | None) -> Array:
     everyone = partial(jax.lax.all_gather, axis_name="expert", axis=0, tiled=True)
     ids = everyone(experts) - jax.lax.axis_index("expert") * kernels.held
-    y = combine_experts(everyone(x), ids, everyone(weights), kernels, layer=layer, likely=experts.size)
-    return jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True)
+    y = combine_experts(everyone(_by_row(x)), ids, everyone(weights), kernels, layer=layer, likely=experts.size)
+    return _by_row(jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True))
+
+
+def _by_row(x: Float[Array, "N D"]) -> Float[Array, "N D"]:
+    """Keep rows contiguous in memory, as experts read them, before all of a group's are gathered and after.
+
+    Attention's matmuls may have left tokens on lanes, and a TPU would change the layout of the gathered rows.
+    """
+    gathers = platform() == "tpu" and jax.lax.axis_size("expert") > 1
+    return with_layout_constraint(x, Layout((0, 1))) if gathers else x
 
 
 def _pairs(x: Array, experts: Array, weights: Array, kernels: ExpertKernels) -> Array:

@@ -53,6 +53,10 @@ MODELS = {
 """Hidden size, query heads, key heads, their width, experts, F, slots, and gathered tokens, of a decode step."""
 
 
+DEFAULT_VMEM = 16 * 2**20
+"""Bytes for kernels that do not ask for more."""
+
+
 def with_gradients(f, *arguments, grads):
     out, vjp = jax.vjp(f, *arguments)
     return out, vjp(grads)
@@ -70,11 +74,24 @@ def lowered(f, *shapes, grads):
 
 
 def read(program):
-    """Return the Pallas kernels of a compiled program, counted by name, and its temporary bytes on one chip."""
-    names = re.findall(r"%(\w+?)(?:_\d+)?(?:\.\w+)* = .*custom_call_target=\"tpu_custom_call\"", program.as_text())
-    memory = program.memory_analysis()
+    """Return the Pallas kernels of a compiled program, counted by name, and its temporary bytes on one chip.
+
+    Besides, the most bytes of VMEM that each uses, and that it may.
+    """
+    calls = re.findall(r"%(\w+?)(?:_\d+)?(?:\.\w+)* = (.*custom_call_target=\"tpu_custom_call\".*)", program.as_text())
+    memory, vmem = program.memory_analysis(), {}
     assert memory
-    return {"kernels": Counter(names), "temporaries": memory.temp_size_in_bytes}
+    for name, call in calls:
+        used, most = (
+            int(size[1]) if (size := re.search(rf'"{key}":\[{{"memory_space":"1",.*?"size":"(\d+)"', call)) else no
+            for key, no in (("used_scoped_memory_configs", 0), ("scoped_memory_configs", DEFAULT_VMEM))
+        )
+        vmem[name] = max((used, most), vmem.get(name, (0, 0)))
+    return {
+        "kernels": Counter(name for name, _ in calls),
+        "temporaries": memory.temp_size_in_bytes,
+        "vmem": vmem,
+    }
 
 
 def of_mesh(mesh):
@@ -337,6 +354,7 @@ def test_the_tpu_compiler_takes_every_kernel(target):
     found = ahead.figures("tests.kernels.test_tpu_kernels", target)
     for of, name, dtype in cases(target):
         result = found[f"{of.__name__}, {name}, {dtype}"]
+        assert all(used <= most for used, most in result["vmem"].values())
         if of is packed:
             assert result["kernels"] == {"packed_visits": 1, "packed_attention": 1, "packed_attention_backward": 1}
             queries = PACKED[name] * HEADS // 2 * WIDTH * jnp.dtype(dtype).itemsize
