@@ -222,10 +222,11 @@ def _programs(
     schedule: optax.Schedule,
     meshes: Meshes,
 ) -> Programs:
-    scoring, shapes = learning.make_scoring(config), made.shapes
+    shapes = made.shapes
     shardings = state_shardings(shapes.trainable, optimizer, meshes.trainer, critic=critic)
     penalties, replay, reference = learning.make_penalties(config), config.routing.replay, config.reference
-    with jax.set_mesh(meshes.trainer):  # the compiler's options depend on the platform
+    with jax.set_mesh(meshes.trainer):  # the compiler's options and the scoring depend on the platform
+        scoring = learning.make_scoring(config)
         gradient = make_gradient(made.graph, scoring, critic=critic, penalties=penalties, replay=replay)
         return Programs(
             deal=jax.jit(deal),

@@ -84,17 +84,19 @@ def filled(setting: Setting, name: str) -> dict[str, float]:
 
 def _packed(setting: Setting, name: str) -> Callable[[KernelCall], OpWork]:
     """Count the parts of blocks that segments visit."""
+    rows = setting.rows_at_once(name)
 
     def work(call: KernelCall) -> OpWork:
         query = next(a for a in call.operands if len(a.dims) == 2)
-        tokens, width = query.dims
+        total, width = query.dims
+        tokens = total // rows
         size, prompt = setting.row_size, name == "sample_prefill"
         length = size["prompt"] if prompt else tokens
         block = packed_attention_tpu.block_length(length, round(query.bytes / math.prod(query.dims)))
         if prompt:  # rows end to end, each with one text
             size = {"prompt": 0, "response": length + -length % block, "group_size": tokens}
         spans, part = spans_at_full_length(tokens, **size), packed_attention_tpu.part_length(block)
-        visits, computed = (packed_attention_tpu.visited_blocks(*spans, block=size) for size in (block, part))
+        visits, computed = (rows * packed_attention_tpu.visited_blocks(*spans, block=size) for size in (block, part))
         products = 5 if call.name.startswith("packed_attention_backward") else 2
         return OpWork(2.0 * products * width * part**2 * computed, call.declared.bytes, visits)
 

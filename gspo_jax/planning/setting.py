@@ -22,6 +22,7 @@ from gspo_jax.planning.loads import SKEW
 from gspo_jax.planning.rates import Rates
 from gspo_jax.planning.topology import Chip, Torus
 from gspo_jax.rollout.pages import Pool
+from gspo_jax.setup import learning
 from gspo_jax.setup.memory import token_bytes
 from gspo_jax.training.packing import full_row, turns_at_full_length
 
@@ -91,6 +92,11 @@ class Setting:
         pairs = responses * (S * T + T * (T + 1) / 2) + responses / count * S * (S + 1) / 2
         tokens = packer.shards * turns * packer.row_lengths[0]
         return flops_lib.Work(times * tokens, times * tokens, times * pairs)
+
+    def rows_at_once(self, name: str) -> int:
+        """Return the rows of a shard that a program computes in one pass."""
+        with jax.set_mesh(self.mesh):
+            return learning.make_scoring(self.config).at_once if name == "score" else 1
 
     @property
     def row_size(self) -> dict[str, int]:

@@ -4,7 +4,7 @@ Responses, [B, N, …] for N = S + T positions, map to rows of a forward pass, [
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from gspo_jax.training.packing import Packing, turns_at_full_length
 from gspo_jax.types import Responses
 
 State = TypeVar("State")
+Tree = TypeVar("Tree")
 
 
 @struct.dataclass
@@ -115,6 +116,56 @@ class Layout:
         return by_batch_shard(_own)(x, *where, self.in_response)
 
 
+@dataclasses.dataclass(frozen=True)
+class SideBySide:
+    """Layouts of n micro-batches for one forward pass: a shard's n rows are adjacent, [R n, M]."""
+
+    parts: Sequence[Layout]
+
+    @property
+    def targets(self) -> Int[Array, "Rn M"]:
+        """The token at each scored position."""
+        return _adjacent([part.targets for part in self.parts])
+
+    @property
+    def valid(self) -> Bool[Array, "Rn M"]:
+        """False on padding."""
+        return _adjacent([part.valid for part in self.parts])
+
+    def forward(self, model: Transformer, routing: Routing | None, remat: Remat) -> Output:
+        spans = _adjacent([part.spans for part in self.parts])
+        return model(self.targets, spans=spans, routing=routing, remat=remat)
+
+    def rows(self, values: Sequence[Tree]) -> Tree:
+        """Return values [B, N, …] of each part at the rows' positions, as `Layout.rows`."""
+        return _adjacent([jax.tree.map(part.rows, x) for part, x in zip(self.parts, values, strict=True)])
+
+    def whole(self, x: Shaped[Array, "Rn M *rest"], fill: Any) -> Shaped[Array, "n B N *rest"]:
+        """Invert `rows`, as `Layout.whole`."""
+        return jnp.stack([part.whole(own, fill) for part, own in self._of_parts(x)])
+
+    def predicting(self, x: Shaped[Array, "Rn M *rest"]) -> Shaped[Array, "Rn M *rest"]:
+        """Return values at the position that predicts each position's token, as `Layout.predicting`."""
+        return _adjacent([part.predicting(own) for part, own in self._of_parts(x)])
+
+    def scored(self, x: Shaped[Array, "Rn M"]) -> Shaped[Array, "n B T"]:
+        """Return tokens' values from scored positions."""
+        return jnp.stack([part.scored(own) for part, own in self._of_parts(x)])
+
+    def _of_parts(self, x: Shaped[Array, "Rn M *rest"]) -> Iterator[tuple[Layout, Shaped[Array, "R M *rest"]]]:
+        apart = x.reshape(-1, len(self.parts), *x.shape[1:])
+        return ((part, apart[:, n]) for n, part in enumerate(self.parts))
+
+
+def _adjacent(trees: Sequence[Tree]) -> Tree:
+    """Return arrays [R, …] of n trees as one of [R n, …]."""
+
+    def join(*xs: Array) -> Array:
+        return jnp.stack(xs, axis=1).reshape(-1, *xs[0].shape[1:])
+
+    return jax.tree.map(join, *trees)
+
+
 def mask_of_rows(layout: Layout, mask: Bool[Array, "B T"]) -> Bool[Array, "R M"]:
     """Return the mask at the tokens' own positions; False on prompts and padding."""
     nothing = jnp.zeros((mask.shape[0], layout.responses.prompts.shape[1]), bool)
@@ -187,14 +238,7 @@ def fold_rows(
 
     Loops declare the trip counts of full-length responses; the packing sets the actual ones.
     """
-    full = turns_at_full_length(
-        packing.size // shards(),
-        packing.row_lengths,
-        prompt=responses.prompts.shape[1],
-        response=responses.tokens.shape[1],
-        group_size=group_size,
-    )
-    for kind, usual in enumerate(full):
+    for kind, usual in enumerate(_turns_at_full_length(responses, packing, group_size)):
 
         def turn(number: Array, state: State, kind: int = kind) -> State:
             return add(state, Layout.of(responses, packing, kind, number))
@@ -202,3 +246,49 @@ def fold_rows(
         with jax.named_scope(at_most(usual)):
             state = jax.lax.fori_loop(0, packing.turns[kind], turn, state)
     return state
+
+
+def fold_all_rows(
+    add: Callable[[State, Int[Array, " n"], SideBySide], State],
+    state: State,
+    responses: Responses,
+    packing: Packing,
+    *,
+    at_once: int,
+    group_size: int,
+) -> State:
+    """Fold `state = add(state, minibatches, layouts)` over all mini-batches' micro-batches, n = `at_once` at a time.
+
+    `minibatches` has the number of each micro-batch's mini-batch. The last micro-batches may be empty. Trip counts are
+    as in `fold_rows`.
+    """
+    count = packing.turns.shape[0]
+    for kind, usual in enumerate(_turns_at_full_length(responses, packing, group_size)):
+        turns = jnp.asarray(packing.turns)[:, kind]
+        ends = jnp.cumsum(turns)
+        begins = ends - turns
+
+        def some(number: Array, state: State, kind: int = kind, ends: Array = ends, begins: Array = begins) -> State:
+            numbers = number * at_once + jnp.arange(at_once, dtype=jnp.int32)
+            minibatches = jnp.minimum((ends[None] <= numbers[:, None]).sum(axis=1, dtype=jnp.int32), count - 1)
+
+            def part(n: int) -> Layout:
+                own = partial(jax.tree.map, lambda x: jnp.asarray(x)[minibatches[n]])
+                turn = jnp.where(numbers[n] < ends[-1], numbers[n] - begins[minibatches[n]], -1)
+                return Layout.of(own(responses), own(packing), kind, turn)
+
+            return add(state, minibatches, SideBySide([part(n) for n in range(at_once)]))
+
+        with jax.named_scope(at_most(-(-usual * count // at_once))):
+            state = jax.lax.fori_loop(0, -(-ends[-1] // at_once), some, state)
+    return state
+
+
+def _turns_at_full_length(responses: Responses, packing: Packing, group_size: int) -> tuple[int, ...]:
+    return turns_at_full_length(
+        packing.size // shards(),
+        packing.row_lengths,
+        prompt=responses.prompts.shape[-1],
+        response=responses.tokens.shape[-1],
+        group_size=group_size,
+    )

@@ -1,14 +1,14 @@
 """The trainer's forward passes over responses, by current and old policies."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx, struct
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.backend import compiler_options
 from gspo_jax.kernels.logprobs import token_logprobs
@@ -16,7 +16,7 @@ from gspo_jax.models.critic import Critic
 from gspo_jax.models.moe import Routes, Routing, layers_first, record
 from gspo_jax.models.transformer import Remat, Transformer
 from gspo_jax.routing.replay import Replay, experts_to_replay
-from gspo_jax.training.layout import Layout, fold_rows
+from gspo_jax.training.layout import Layout, SideBySide, fold_all_rows
 from gspo_jax.types import Batch, OldPolicy, Rollout, RouterRecord, Weights
 
 
@@ -30,6 +30,8 @@ class Scoring:
     group_size: int = 1
     remat: Remat = "none"
     """A key of `models.transformer.REMATS`."""
+    at_once: int = 1
+    """Micro-batches that the old policy reads in one pass: weights are gathered, and read, once for all."""
 
 
 @struct.dataclass
@@ -55,7 +57,7 @@ The reference shares the policy's frozen weights."""
 def score(
     graph: nnx.GraphDef[Transformer],
     weights: Weights,
-    layout: Layout,
+    layout: Layout | SideBySide,
     scoring: Scoring,
     *,
     routing: Routing | None = None,
@@ -72,7 +74,7 @@ def score(
 def values(
     graph: nnx.GraphDef[Critic],
     params: nnx.State,
-    layout: Layout,
+    layout: Layout | SideBySide,
     scoring: Scoring,
     *,
     policy_hidden: Float[Array, "r t D"],
@@ -100,11 +102,16 @@ def make_old_policy(
     """
 
     def read(
-        weights: Weights, critic_params: nnx.State | None, reference: nnx.State | None, rollout: Rollout, layout: Layout
+        weights: Weights,
+        critic_params: nnx.State | None,
+        reference: nnx.State | None,
+        rollouts: Sequence[Rollout],
+        layout: SideBySide,
     ) -> Fields:
         asked = None
         if replay == "r3":
-            asked = Routing(experts_to_replay(replay, layers_first(jax.tree.map(layout.rows, rollout.routes)), None))
+            sampled = layout.rows([rollout.routes for rollout in rollouts])
+            asked = Routing(experts_to_replay(replay, layers_first(sampled), None))
         scores, found = score(graph, weights, layout, scoring, routing=asked), Fields()
         if reference is not None:
             initial = Weights(reference, weights.frozen)
@@ -120,19 +127,28 @@ def make_old_policy(
                 found["routes"] = RouterRecord(layout.whole(experts, -1), layout.whole(kept, 0))
         return found
 
-    def in_rows(read: Callable[[Rollout, Layout], Fields], batch: Batch) -> Fields:
-        def minibatch(own: Batch) -> Fields:
-            rollout, packing = own.rollout, own.packing
+    def in_rows(read: Callable[[Sequence[Rollout], SideBySide], Fields], batch: Batch) -> Fields:
+        rollout, packing = batch.rollout, batch.packing
 
-            def add(found: Fields, layout: Layout) -> Fields:
-                new = read(rollout, layout)
-                return jax.tree.map(lambda x, old: jnp.where(_aligned(layout.live, x), x, old), new, found)
+        def own(minibatch: Array | int) -> Rollout:
+            return jax.tree.map(lambda x: x[minibatch], rollout)
 
-            shapes = jax.eval_shape(lambda: read(rollout, Layout.of(rollout, packing, 0, 0)))
-            found = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            return fold_rows(add, found, rollout, packing, group_size=scoring.group_size)
+        def add(found: Fields, minibatches: Int[Array, " n"], layout: SideBySide) -> Fields:
+            new = read([own(minibatch) for minibatch in minibatches], layout)
+            for n, part in enumerate(layout.parts):
 
-        return jax.lax.map(minibatch, batch)
+                def put(x: Array, old: Array, n: int = n, part: Layout = part) -> Array:
+                    now = jnp.where(_aligned(part.live, x[n]), x[n], old[minibatches[n]])
+                    return old.at[minibatches[n]].set(now)
+
+                found = jax.tree.map(put, new, found)
+            return found
+
+        one = jax.tree.map(lambda x: x[0], packing)
+        shapes = jax.eval_shape(lambda: read([own(0)], SideBySide([Layout.of(own(0), one, 0, 0)])))
+        found = jax.tree.map(lambda x: jnp.zeros((len(packing.turns), *x.shape[1:]), x.dtype), shapes)
+        options = {"at_once": scoring.at_once, "group_size": scoring.group_size}
+        return fold_all_rows(add, found, rollout, packing, **options)
 
     @partial(jax.jit, compiler_options=compiler_options())
     def old_policy(

@@ -119,7 +119,7 @@ def test_the_least_number_of_chips(size, chips):
     assert setting(size).least_chips() == chips
 
 
-def test_executed_attention_of_packed_rows():
+def test_executed_attention_of_packed_rows(monkeypatch):
     """Rows of a prompt of 512 tokens and a response of 15,872: of 64 parts of 256, a query sees those before.
 
     2080 pairs, each of 2 products of [256, 128, 256] per head in the forward pass and of 5 in the backward pass.
@@ -132,6 +132,11 @@ def test_executed_attention_of_packed_rows():
     for name, products in (("packed_attention.1", 2), ("packed_attention_backward.2", 5)):
         call = costs.KernelCall(name, (spans, queries), (), costs.OpWork(0, 7))
         assert work(call) == costs.OpWork(products * once, 7, steps=528)
+    with monkeypatch.context() as patch:
+        patch.setattr(Setting, "rows_at_once", lambda self, name: 4)
+        call = call._replace(operands=(hlo.Array("s32", (128, 3, 512), 0), hlo.Array("bf16", (65536, 4096), 0)))
+        work = executed.kernels(recipe, "score")["packed_attention"]
+        assert work(call) == costs.OpWork(4 * 5 * once, 7, steps=4 * 528), "four rows in one pass"
     begin, end, own = executed.spans_at_full_length(16500, **recipe.row_size)
     assert (end[0, 512:16384] == 512).all() and (own[0, 512:16384] == 512).all() and not begin.any()
     assert not end[0, :512].any() and (own[0, 16384:] > np.arange(16384, 16500)).all()

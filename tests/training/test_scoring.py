@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from gspo_jax.config import base
 from gspo_jax.models import critic as critic_lib
 from gspo_jax.models import transformer
 from gspo_jax.models.moe import Routing
 from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.routing.drift import router_shift
+from gspo_jax.setup import learning
 from gspo_jax.training.layout import deal
 from gspo_jax.training.packing import Packer
 from gspo_jax.training.scoring import Scoring, make_old_policy, score, values
@@ -130,9 +132,11 @@ def test_the_old_policy_s_views(rollout):
 
 
 @pytest.mark.parametrize(
-    "sizes", mostly_slow([None, EIGHT], always=[None]), ids=lambda s: mesh_id(s or {"unsharded": 1})
+    ("sizes", "at_once"),
+    mostly_slow([(None, 1), (None, 3), (EIGHT, 3)], always=[(None, 1)]),
+    ids=lambda s: str(s) if isinstance(s, int) else mesh_id(s or {"unsharded": 1}),
 )
-def test_rows_have_the_old_policy_s_views_of_each_response_alone(sizes):
+def test_rows_have_the_old_policy_s_views_of_each_response_alone(sizes, at_once):
     """Log-probs, routes at every position, values and reference, under replay of a sampler's routes."""
     rollout, rng = responses(P=16, G=4, T=T), np.random.default_rng(0)
     experts = rng.integers(0, CONFIG.num_experts, rollout.routes.experts.shape).astype(np.int8)
@@ -146,7 +150,7 @@ def test_rows_have_the_old_policy_s_views_of_each_response_alone(sizes):
     packing = packer(rollout.mask.sum(axis=1), rollout.prompt_lengths)
     mesh = mesh_lib.make_mesh(sizes or {"data": 1}, devices=jax.devices()[: 8 if sizes else 1])
     with jax.set_mesh(mesh) if sizes else contextlib.nullcontext():
-        scoring = dataclasses.replace(SCORING, group_size=4)
+        scoring = dataclasses.replace(SCORING, group_size=4, at_once=at_once)
         score_all = make_old_policy(GRAPH, scoring, recompute=True, replay="r3", critic=graph)
         given = hosts.shard_rows(mesh, rollout) if sizes else rollout
         batch = Batch(rollout=jax.jit(deal)(given, packing), packing=packing)
@@ -166,3 +170,15 @@ def test_rows_have_the_old_policy_s_views_of_each_response_alone(sizes):
     routes, kept = (np.moveaxis(np.asarray(x), 0, 2) for x in (own.routes.experts, own.routes.logprobs))
     np.testing.assert_array_equal(found.routes.experts, np.where(real, routes, -1))
     np.testing.assert_allclose(found.routes.logprobs, np.where(real, kept, 0), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("platform", "remat", "minibatches", "at_once"),
+    [("tpu", "dots", 4, 4), ("tpu", "none", 6, 2), ("tpu", "dots", 1, 1), ("tpu", "full", 4, 1), ("cpu", "dots", 4, 1)],
+)
+def test_micro_batches_in_one_pass(monkeypatch, platform, remat, minibatches, at_once):
+    """As many as divide those of all mini-batches at full length, where memory for saved activations is free."""
+    config = base()
+    config.model.remat, config.training.minibatches = remat, minibatches
+    monkeypatch.setattr(learning, "platform", lambda: platform)
+    assert learning.make_scoring(config).at_once == at_once
