@@ -1,28 +1,59 @@
 """Log-probs and entropies of target tokens from hidden states, without a [B, T, V] array."""
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from gspo_jax.kernels import logprobs_tpu
+from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.dense_matmul import matmul
+from gspo_jax.kernels.grouped_matmul import Kept
+from gspo_jax.parallel.mesh import AXES, TRAINER, has_mesh, manual_axes, spec, without_axes
+
+
+class _Sums(NamedTuple):
+    """A softmax's sums over logits l, float32."""
+
+    top: Float[Array, "*n"]
+    """max l."""
+    z: Float[Array, "*n"]
+    """Σ exp(l − max l)."""
+    weighted: Float[Array, "*n"]
+    """Σ exp(l − max l) (l − max l)."""
+    picked: Float[Array, "*n"]
+    """The target's l − max l."""
+
+    @classmethod
+    def of(cls, logits: Float[Array, "*n V"], targets: Int[Array, "*n"]) -> "_Sums":
+        top = logits.max(axis=-1)
+        shifted = logits - top[..., None]
+        parts, here = jnp.exp(shifted), _is_target(logits, targets)
+        return cls(top, parts.sum(axis=-1), (parts * shifted).sum(axis=-1), jnp.where(here, shifted, 0).sum(axis=-1))
+
+    @property
+    def log_z(self) -> Float[Array, "*n"]:
+        """log Σ exp(l − max l)."""
+        return jnp.log(self.z)
+
+    @property
+    def entropy(self) -> Float[Array, "*n"]:
+        return self.log_z - self.weighted / self.z
+
+
+def _is_target(logits: Float[Array, "*n V"], targets: Int[Array, "*n"]) -> Array:
+    """Compare instead of gathering: a sharded vocabulary stays sharded."""
+    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[..., None]
 
 
 def log_softmax_at(
     logits: Float[Array, "*n V"], targets: Int[Array, "*n"]
 ) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
-    """Return log softmax(logits)[target] and the entropy of softmax(logits), in nats and float32.
-
-    Comparison instead of a gather keeps a sharded vocabulary sharded.
-    """
-    logits = logits.astype(jnp.float32)
-    shifted = logits - jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
-    log_z = jnp.log(jnp.exp(shifted).sum(axis=-1))
-    vocabulary = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    picked = jnp.where(vocabulary == targets[..., None], shifted, 0).sum(axis=-1)
-    probs = jnp.exp(shifted - log_z[..., None])
-    return picked - log_z, log_z - (probs * shifted).sum(axis=-1)
+    """Return log softmax(logits)[target] and the entropy of softmax(logits), in nats and float32."""
+    sums = _Sums.of(logits.astype(jnp.float32), targets)
+    return sums.picked - sums.log_z, sums.entropy
 
 
 def token_logprobs(
@@ -35,26 +66,100 @@ def token_logprobs(
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Return log softmax(h W / temperature)[target] and the softmax's entropy.
 
-    Logits exist for about `chunk` tokens at once ([B, chunk // B, V], at least one position per row). The backward pass
-    recomputes them. Outputs are float32.
+    Logits exist for about `chunk` tokens at once ([B, chunk // B, V], at least one position per row), in the forward
+    pass on TPU for none. The backward pass recomputes them. Outputs are float32.
     """
-    B, T = targets.shape
+    with jax.named_scope("logits"):
+        return _logprobs(hidden, head, targets, temperature, chunk)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _logprobs(hidden: Array, head: Array, targets: Array, temperature: float, chunk: int) -> tuple[Array, Array]:
+    sums = _sums(hidden, head, targets, temperature, chunk)
+    return sums.picked - sums.log_z, sums.entropy
+
+
+def _sums(hidden: Array, head: Array, targets: Array, temperature: float, chunk: int) -> _Sums:
+    if platform() == "tpu" and hidden.shape[-1] % logprobs_tpu.LANES == 0:
+        return _on_shards(hidden, head, targets, temperature)
+    split, join = _chunks(targets.shape, chunk)
+
+    def one(h: Array, y: Array) -> _Sums:
+        return _Sums.of(matmul(h, head, dtype=jnp.float32) / temperature, y)
+
+    return join(jax.lax.scan(lambda c, xs: (c, one(*xs)), None, split((hidden, targets)))[1])
+
+
+def _on_shards(hidden: Array, head: Array, targets: Array, temperature: float) -> _Sums:
+    """Run the kernel on each shard: XLA cannot split it."""
+
+    def run(hidden: Array, head: Array, targets: Array) -> _Sums:
+        (B, T, D), columns = hidden.shape, head.shape[1]
+        own = targets - jax.lax.axis_index("tensor") * columns if "tensor" in manual_axes() else targets
+        found = logprobs_tpu.softmax_sums(hidden.reshape(B * T, D), head, own.reshape(-1), temperature=temperature)
+        top, z, weighted, picked = (x.reshape(B, T) for x in found)
+        if "tensor" not in manual_axes():
+            return _Sums(top, z, weighted, picked - top)
+        whole = jax.lax.pmax(top, "tensor")
+        down, add = top - whole, partial(jax.lax.psum, axis_name="tensor")
+        share = jnp.exp(down)
+        return _Sums(whole, add(share * z), add(share * (weighted + down * z)), add(picked) - whole)
+
+    if not has_mesh() or not (axes := set(AXES) - manual_axes()):
+        return run(hidden, head, targets)
+    rows, columns = (without_axes(spec(names, TRAINER), manual_axes()) for names in (("batch",), (None, "vocab")))
+    return jax.shard_map(run, in_specs=(rows, columns, rows), out_specs=rows, axis_names=axes, check_vma=False)(
+        hidden, head, targets
+    )
+
+
+def _chunks(shape: tuple[int, ...], chunk: int) -> tuple[Any, Any]:
+    """Return functions that split arrays [B, T, …] of a tree into chunks [C, B, width, …], and that join them."""
+    B, T = shape
     width = max(1, min(T, chunk // B))
     chunks = -(-T // width)
-    pad = chunks * width - T
-
-    @partial(jax.checkpoint, prevent_cse=False)
-    def one(h: Array, y: Array) -> tuple[Array, Array]:
-        logits = matmul(h, head, dtype=jnp.float32)
-        return log_softmax_at(logits / temperature, y)
 
     def split(x: Array) -> Array:
-        x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
+        x = jnp.pad(x, ((0, 0), (0, chunks * width - T)) + ((0, 0),) * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(B, chunks, width, *x.shape[2:]), 1, 0)
 
     def join(x: Array) -> Array:
-        return jnp.moveaxis(x, 0, 1).reshape(B, chunks * width)[:, :T]
+        return jnp.moveaxis(x, 0, 1).reshape(B, chunks * width, *x.shape[3:])[:, :T]
 
-    with jax.named_scope("logits"):
-        _, (logprobs, entropy) = jax.lax.scan(lambda c, xs: (c, one(*xs)), None, (split(hidden), split(targets)))
-    return join(logprobs), join(entropy)
+    return partial(jax.tree.map, split), partial(jax.tree.map, join)
+
+
+def _forward(hidden: Any, head: Any, targets: Any, temperature: float, chunk: int) -> tuple[Any, tuple[Any, ...]]:
+    sums = _sums(hidden.value, head.value, targets.value, temperature, chunk)
+    of_all = sums.top + sums.log_z, sums.entropy
+    return (sums.picked - sums.log_z, sums.entropy), (hidden.value, Kept.of(head), targets.value, of_all)
+
+
+def _backward(temperature: float, chunk: int, kept: tuple[Any, ...], given: Any) -> tuple[Array, Array | None, None]:
+    """Recompute logits l: with p = softmax(l), d log p_y / dl = 1_y − p and dH / dl = −p (log p + H)."""
+    hidden, matrix, targets, of_all = kept
+    grads = [None if isinstance(g, jax.custom_derivatives.SymbolicZero) else g for g in given]
+    split, join = _chunks(targets.shape, chunk)
+
+    def one(total: Array | None, xs: tuple[Any, ...]) -> tuple[Array | None, Array]:
+        h, y, (log_sum, entropy), (of_logprob, of_entropy) = xs
+
+        def logits_of(h: Array, *head: Array) -> Array:
+            return matmul(h, *(head or [matrix.value]), dtype=jnp.float32) / temperature
+
+        logits, pull = jax.vjp(logits_of, h, *([] if total is None else [matrix.value]))
+        log_p = logits - log_sum[..., None]
+        p, d = jnp.exp(log_p), jnp.zeros((), jnp.float32)
+        if of_logprob is not None:
+            d += jnp.where(_is_target(logits, y), of_logprob[..., None], 0) - p * of_logprob[..., None]
+        if of_entropy is not None:
+            d -= p * (log_p + entropy[..., None]) * of_entropy[..., None]
+        d_h, *d_head = pull(jnp.broadcast_to(d, logits.shape))
+        return (None if total is None else total + d_head[0]), d_h
+
+    nothing = None if matrix.trained is None else jnp.zeros_like(matrix.trained)
+    d_head, d_hidden = jax.lax.scan(one, nothing, split((hidden, targets, of_all, grads)))
+    return join(d_hidden), d_head, None
+
+
+_logprobs.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -27,6 +27,7 @@ from gspo_jax.kernels.decode_qkv_tpu import heads
 from gspo_jax.kernels.decode_tpu import Adapter, Stacked
 from gspo_jax.kernels.grouped_matmul import Scaled, grouped_matmuls
 from gspo_jax.kernels.kv import ScaledKV
+from gspo_jax.kernels.logprobs_tpu import softmax_sums
 from gspo_jax.kernels.packed_attention import Spans, packed_attention
 from gspo_jax.kernels.rotary_tpu import normed_rope
 from gspo_jax.kernels.row_sums_tpu import masked_sum
@@ -299,6 +300,18 @@ def decode(target, name, dtype, cache_dtype=None):
         return read(topology.lower(run, *arguments).compile())
 
 
+def vocabulary(target, name, dtype):
+    """Compile the sums of a row's softmaxes over 151,936 tokens."""
+    mesh, tokens = topology.topology_mesh(target, {"fsdp": -1}), PACKED[name]
+    one, spec = of_mesh(mesh), PartitionSpec(mesh_lib.BATCH_AXES)
+    hidden, head = one((tokens * mesh.size, D), dtype, "batch"), one((D, 151936), dtype)
+    targets = one((tokens * mesh.size,), jnp.int32, "batch")
+    with jax.set_mesh(mesh):
+        run = partial(softmax_sums, temperature=0.9)
+        run = jax.shard_map(run, in_specs=(spec, PartitionSpec(), spec), out_specs=spec, check_vma=False)
+        return read(topology.lower(run, hidden, head, targets).compile())
+
+
 def decode_int8(target, name, dtype):
     """Compile `decode` with base, keys and values in int8, and adapters."""
     return decode(target, name, dtype, "int8")
@@ -313,6 +326,7 @@ KERNELS = {
     turned: PACKED,
     sums: PACKED,
     pairs: PAIRS,
+    vocabulary: PACKED,
     decode: MODELS,
     decode_int8: ("30B",),
 }
@@ -330,7 +344,7 @@ def cases(target):
     named = [(of, name) for of, names in KERNELS.items() for name in names]
     largest = [case for case in named if case in LARGEST]
     if target.startswith("v5p"):
-        whole = [case for case in largest if case[0] in (packed, experts_swiglu, turned, sums, pairs)]
+        whole = [case for case in largest if case[0] in (packed, experts_swiglu, turned, sums, pairs, vocabulary)]
         return [*((*case, "bfloat16") for case in named), *((*case, "float32") for case in whole)]
     return [(*case, "bfloat16") for case in largest if case[0] not in (experts, experts_int8)]
 
@@ -373,9 +387,9 @@ def test_the_tpu_compiler_takes_every_kernel(target):
                 "matmul_transposed": 1,
             }
             assert result["kernels"] == {f"grouped_{k}": n for k, n in kernels.items()} | {"grouped_outer": 3}
-        elif of in (turned, sums, pairs):
+        elif of in (turned, sums, pairs, vocabulary):
             names = {turned: ("normed_rope", "normed_rope_backward"), sums: ("masked_sum",)}
-            names[pairs] = "router", "pair_places", "pair_moves"
+            names |= {pairs: ("router", "pair_places", "pair_moves"), vocabulary: ("softmax_sums",)}
             assert result["kernels"] == dict.fromkeys(names[of], 1)
         elif of is experts_adapted:
             kernels = {f"grouped_{k}": 1 for k in ("matmul", "matmul_transposed", "outer_thin")}
