@@ -120,7 +120,7 @@ class Attention(nnx.Module):
         v = checkpoint_name(v, "dot").reshape(*v.shape[:2], -1, self.config.head_dim)
         out, kept = attend(q, k, v)
         (y,) = project(self, ("o",), out.reshape(*x.shape[:2], -1))
-        return checkpoint_name(y, "dot"), kept
+        return y, kept
 
     def _turned(self, x: Float[Array, "B T n"], norm: Any, rotation: Rotation, axis: str) -> Array:
         """Return the heads [B, T, N, h], normed and turned."""

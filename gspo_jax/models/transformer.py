@@ -115,7 +115,7 @@ class Block(nnx.Module):
         eps = self.config.rms_norm_eps
         with jax.named_scope("attention"):
             y, kept = self.attention(rms_norm(x, self.attention_norm[...], eps), rotation, attend)
-        x = constrain(x + y, "batch", None, None)
+        x = checkpoint_name(constrain(x + y, "batch", None, None), "dot")
         with jax.named_scope("feed_forward"):
             y, routes = self.mlp(rms_norm(x, self.mlp_norm[...], eps), valid, asked, layer)
         return constrain(x + y, "batch", None, None), routes, kept
