@@ -286,6 +286,12 @@ class Kept(NamedTuple):
         assert value is not None
         return value
 
+    def with_values(self, values: Array) -> "Kept":
+        """Return it with another matrix and the same scales."""
+        if self.trained is not None:
+            return Kept(trained=values)
+        return Kept(frozen=self.frozen._replace(values=values) if isinstance(self.frozen, Scaled) else values)
+
 
 def _forward(
     rows: Any, weights: tuple[Any, ...], group_sizes: Any, likely: int | None

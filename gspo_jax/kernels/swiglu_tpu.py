@@ -27,6 +27,7 @@ def swiglu(
     lows: Lows,
     group_sizes: Int[Array, " E"],
     *,
+    shards: tuple[Array, Array, Array] | None = None,
     layer: Int[Array, ""] | None = None,
     likely: int | None = None,
     interpret: bool = False,
@@ -35,13 +36,17 @@ def swiglu(
 
     The products with gate and up are named "dot" for `jax.checkpoint`. Rows past the groups are undefined, also in the
     gradients. Other arguments as in `adapted_matmuls`, and `interpret` as in `grouped_matmul_tpu.matmuls`.
+
+    Args:
+      shards: this shard's part of the weights along `fsdp`. The backward pass gathers them again, each while another
+        is in use.
     """
     pair, down = lows[:2], lows[2:]
     thin_pair, thin_down = (side_by_side(own, rows.dtype) if any(own) else None for own in (pair, down))
     thins = thin_pair, thin_down
     shares = varying_like(shares, rows)  # on each shard of F a share has a gradient of its own
     if layer is None:
-        return _swiglu(rows, shares, weights, thins, group_sizes, likely, interpret)
+        return _swiglu(rows, shares, weights, shards, thins, group_sizes, likely, interpret)
     gate, up, down = all_layers(weights)
     return _forward(rows, shares, (gate, up, down), thins, group_sizes, layer=layer, likely=likely, interpret=interpret)
 
@@ -56,44 +61,49 @@ def _hidden(rows: Array, shares: Array, weights: Matrices, thins: Thins, group_s
     return grouped_matmul_tpu.gated(rows, values, shares, group_sizes, scales=scales, thin=thins[0], **options)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+@partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _swiglu(
     rows: Array,
     shares: Array,
     weights: Matrices,
+    shards: tuple[Array, Array, Array] | None,
     thins: Thins,
     group_sizes: Array,
     likely: int | None,
     interpret: bool,
 ) -> Array:
+    del shards
     return _forward(rows, shares, weights, thins, group_sizes, likely=likely, interpret=interpret)
 
 
 def _kept(
-    rows: Any, shares: Any, weights: Any, thins: Any, group_sizes: Any, likely: int | None, interpret: bool
+    rows: Any, shares: Any, weights: Any, shards: Any, thins: Any, group_sizes: Any, likely: int | None, interpret: bool
 ) -> tuple[Array, tuple[Any, ...]]:
     own = [Kept.of(w) for w in weights]
-    rows, shares, thins, group_sizes = jax.tree.map(lambda p: p.value, (rows, shares, thins, group_sizes))
+    arrays = rows, shares, shards, thins, group_sizes
+    rows, shares, shards, thins, group_sizes = jax.tree.map(lambda p: p.value, arrays)
     gate, up, down = (w.value for w in own)
     options: dict[str, Any] = {"likely": likely, "interpret": interpret}
     hidden, pair = _hidden(rows, shares, (gate, up, down), thins, group_sizes, kept=True, **options)
     (out,) = tpu_products(hidden, (down,), group_sizes, thin=thins[1], **options)
-    return out, (rows, shares, own, thins, group_sizes, checkpoint_name(pair, "dot"))
+    if shards is not None:
+        own = [w.with_values(shard) for w, shard in zip(own, shards, strict=True)]
+    return out, (rows, shares, own, shards, thins, group_sizes, checkpoint_name(pair, "dot"))
 
 
 def _backward(likely: int | None, interpret: bool, kept: tuple[Any, ...], grads: Any) -> tuple[Any, ...]:
-    rows, shares, own, thins, group_sizes, pair = kept
+    rows, shares, own, shards, thins, group_sizes, pair = kept
     if isinstance(grads, jax.custom_derivatives.SymbolicZero):
         grads = varying_like(jnp.zeros(grads.shape, rows.dtype), rows)
     options: dict[str, Any] = {"likely": likely, "interpret": interpret}
     back = [None if thin is None else thin.back for thin in thins]
-    values, scales = values_and_scales([w.value for w in own])
-    *d_pair, hidden, d_shares = grouped_matmul_tpu.gated_transposed(
-        grads, values[2], pair, shares, group_sizes, scales=scales[2:], thin=back[1], **options
-    )
-    d_rows = grouped_matmul_tpu.matmuls_transposed(
-        d_pair, values[:2], group_sizes, scales=scales[:2], thin=back[0], **options
-    )
+
+    def whole(w: Kept, after: Any) -> Weights:
+        """Return weights, gathered when other arrays are known."""
+        if shards is None:
+            return w.value
+        (shard,), _ = jax.lax.optimization_barrier((values_and_scales([w.value])[0], after))
+        return w.with_values(jax.lax.all_gather(shard, "fsdp", axis=0, tiled=True)).value
 
     def outer(x: Array, g: Array, w: Kept) -> Array | None:
         return (
@@ -108,10 +118,24 @@ def _backward(likely: int | None, interpret: bool, kept: tuple[Any, ...], grads:
         first, second = adapted_matmul_tpu.gradient(x, gs, thin, group_sizes, **options)
         return Thin((first,), None, second)  # pyright: ignore[reportArgumentType]
 
-    factors = (rows, d_pair[0]), (rows, d_pair[1]), (hidden, grads)
-    d_weights = tuple(outer(x, g, w) for (x, g), w in zip(factors, own, strict=True))
+    # `down` is gathered while `pair` is read, `gate` while `down` is used, and `up` during the gradient of `down`.
+    down = whole(own[2], grads)
+    gate = whole(own[0], (down, pair))
+    values, scales = values_and_scales([down])
+    *d_pair, hidden, d_shares = grouped_matmul_tpu.gated_transposed(
+        grads, values[0], pair, shares, group_sizes, scales=scales, thin=back[1], **options
+    )
+    up = whole(own[1], d_pair)
+    if shards is not None:
+        hidden, gate = jax.lax.optimization_barrier((hidden, gate))
+    d_down = outer(hidden, grads, own[2])
+    if shards is not None:
+        *d_pair, d_down = jax.lax.optimization_barrier((*d_pair, d_down))
+    values, scales = values_and_scales([gate, up])
+    d_rows = grouped_matmul_tpu.matmuls_transposed(d_pair, values, group_sizes, scales=scales, thin=back[0], **options)
+    d_weights = outer(rows, d_pair[0], own[0]), outer(rows, d_pair[1], own[1]), d_down
     d_thins = thinly(rows, d_pair, thins[0]), thinly(hidden, [grads], thins[1])
-    return d_rows, d_shares.astype(shares.dtype), d_weights, d_thins, None
+    return d_rows, d_shares.astype(shares.dtype), d_weights, None, d_thins, None
 
 
 _swiglu.defvjp(_kept, _backward, symbolic_zeros=True)

@@ -137,16 +137,20 @@ def block_rooms(tokens: int, k: int, held: int, shards: int) -> tuple[int, int, 
     return most if most <= _FEW // BLOCK else min(most, _ROOM * likely // BLOCK), most, likely
 
 
-def _gathered(experts: Array, kernels: ExpertKernels) -> tuple[Array, ExpertKernels]:
+def _gathered(experts: Array, kernels: ExpertKernels, *, keeps: bool) -> tuple[Array, ExpertKernels]:
     """Return the tokens' experts, and the weights of all of `fsdp`.
 
     On TPU sparse cores gather both weights and tokens' rows, one after the other. Rows wait for `gate` and `up`, which
-    attention hides: the experts' ids do. They are kept for the backward pass ("dot"), where nothing waits.
+    attention hides: the experts' ids do. They are kept for the backward pass ("dot"), where nothing waits. If products
+    are kept too (`keeps`), it gathers the weights one by one; if not, all of them for the products and their gradients.
     """
     whole = jax.tree.map(lambda w: jax.lax.all_gather(w, "fsdp", axis=0, tiled=True), kernels)
     if platform() == "tpu":
         first = jax.lax.stop_gradient((whole.gate.weights, whole.up.weights))
         experts = checkpoint_name(jax.lax.optimization_barrier((experts, first))[0], "dot")
+    if platform() == "tpu" and keeps:
+        own = (jax.lax.stop_gradient(m.weights) for m in kernels)
+        whole = ExpertKernels(*(m._replace(shard=w) for m, w in zip(whole, own, strict=True)))
     return experts, whole
 
 
@@ -162,6 +166,7 @@ def exchange(
     *,
     dispatch: Dispatch,
     layer: Int[Array, ""] | None = None,
+    keeps: bool = False,
 ) -> Float[Array, "B T D"]:
     """Return the experts' weighted sum for every token.
 
@@ -171,6 +176,7 @@ def exchange(
     Args:
       experts: ids, different within a token; those outside [0, E) reach no expert and are not counted.
       layer: as in `adapted_matmuls`.
+      keeps: the backward pass does not recompute products with gate and up.
 
     Raises:
       UserError: this platform lacks the dispatch's collective.
@@ -195,7 +201,7 @@ def exchange(
         own = tree.unflatten([varying(w, "data", "fsdp", "tensor") for w in leaves])
         tokens, ids = varying(_flat(x), "tensor"), _flat(experts)
         if "fsdp" in held_by:
-            ids, own = _gathered(ids, own)
+            ids, own = _gathered(ids, own, keeps=keeps)
         if dispatch == "gather" or shards == 1:  # one shard sends nothing
             y = _gather(tokens, ids, _flat(weights), own, layer=layer)
         elif layer is None:

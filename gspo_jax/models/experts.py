@@ -276,7 +276,8 @@ def swiglu(rows: Float[Array, "M D"], shares: Float[Array, "M 1"], kernels: Expe
     weights = tuple(m.weights if m.scale is None else Scaled(m.weights, m.scale) for m in kernels)
     lows = tuple(m.low for m in kernels)
     if platform() == "tpu":
-        return swiglu_tpu.swiglu(rows, shares[:, 0], cast(Any, weights), lows, **options)
+        shards: Any = None if kernels.gate.shard is None else tuple(m.shard for m in kernels)
+        return swiglu_tpu.swiglu(rows, shares[:, 0], cast(Any, weights), lows, shards=shards, **options)
     gated, raised = adapted_matmuls(rows, weights[:2], lows[:2], **options)
     gated, raised = checkpoint_name(gated, "dot"), checkpoint_name(raised, "dot")
     (out,) = adapted_matmuls(jax.nn.silu(gated) * raised * shares, weights[2:], lows[2:], **options)

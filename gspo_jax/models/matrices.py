@@ -30,6 +30,8 @@ class Matrix(NamedTuple):
     """Per column, float32."""
     low: LowRank | None = None
     """In the tokens' dtype."""
+    shard: Shaped[Array, "e n m"] | None = None
+    """Of experts' gathered weights: this shard's, which a TPU's backward pass gathers again."""
 
     def __call__(self, x: Float[Array, "*N n"]) -> Float[Array, "*N m"]:
         """Return x times the matrix, in x's dtype; not for experts."""

@@ -179,16 +179,17 @@ class MoE(nnx.Module):
         valid: Bool[Array, "B T"],
         asked: Routing | None = None,
         layer: Int[Array, ""] | None = None,
+        keeps: bool = False,
     ) -> tuple[Float[Array, "B T D"], Routes]:
         """Return the experts' weighted sum and the routes. Padding (`valid` False) reaches no expert and gets 0.
 
         With `layer` the experts' weights are of all layers, to save a loop the copies. Scales and adapters are the
-        layer's.
+        layer's. `keeps` is as in `exchange`.
         """
         routes, weights = self._routed(x, asked, layer)
         ids = jnp.where(valid[..., None], routes.experts, self.config.num_experts)
         kernels = ExpertKernels(*(matrix(self, name, x.dtype) for name in ("gate", "up", "down")))
-        return exchange(x, ids, weights, kernels, dispatch=self.dispatch, layer=layer), routes
+        return exchange(x, ids, weights, kernels, dispatch=self.dispatch, layer=layer, keeps=keeps), routes
 
     def _routed(self, x: Array, asked: Routing | None, layer: Array | None) -> tuple[Routes, Array]:
         (B, T, D), router, config = x.shape, matrix(self, "router", x.dtype), self.config
@@ -218,9 +219,14 @@ class MLP(nnx.Module):
         self.down = parameter(rngs, (L, F, D), ("layers", "mlp", "embed"))
 
     def __call__(
-        self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"], asked: Routing | None = None, layer: Any = None
+        self,
+        x: Float[Array, "B T D"],
+        valid: Bool[Array, "B T"],
+        asked: Routing | None = None,
+        layer: Any = None,
+        keeps: bool = False,
     ) -> tuple[Float[Array, "B T D"], None]:
         """Return no routes, but else as a routed block."""
-        del valid, asked, layer
+        del valid, asked, layer, keeps
         gated, raised = (checkpoint_name(y, "dot") for y in project(self, ("gate", "up"), x))
         return project(self, ("down",), jax.nn.silu(gated) * raised)[0], None

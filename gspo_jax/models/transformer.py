@@ -107,17 +107,18 @@ class Block(nnx.Module):
         attend: Attend,
         asked: Routing | None = None,
         layer: Int[Array, ""] | None = None,
+        keeps: bool = False,
     ) -> tuple[Float[Array, "B T D"], Routes | None, Any]:
         """Return the residual stream, this layer's routes (None if dense), and what `attend` kept.
 
-        `layer` is as in `MoE`.
+        `layer` and `keeps` are as in `MoE`.
         """
         eps = self.config.rms_norm_eps
         with jax.named_scope("attention"):
             y, kept = self.attention(rms_norm(x, self.attention_norm[...], eps), rotation, attend)
         x = checkpoint_name(constrain(x + y, "batch", None, None), "dot")
         with jax.named_scope("feed_forward"):
-            y, routes = self.mlp(rms_norm(x, self.mlp_norm[...], eps), valid, asked, layer)
+            y, routes = self.mlp(rms_norm(x, self.mlp_norm[...], eps), valid, asked, layer, keeps)
         return constrain(x + y, "batch", None, None), routes, kept
 
 
@@ -237,7 +238,8 @@ class Transformer(nnx.Module):
                 params, asked, number = xs
                 x = checkpoint_name(x, "input")
                 one = nnx.merge(graph, params, whole)
-                x, routes, kept = one(x, rotation, rows.valid, rows.attend, asked, layer=number)
+                options = {"layer": number, "keeps": remat not in LEAN}
+                x, routes, kept = one(x, rotation, rows.valid, rows.attend, asked, **options)
                 return x, (routes, kept)
 
             # Loops do not share subexpressions: the barriers that prevent it would keep slices from being fused.

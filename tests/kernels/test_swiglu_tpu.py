@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from gspo_jax.kernels import swiglu_tpu
 from gspo_jax.kernels.adapted_matmul import LowRank
 from gspo_jax.kernels.grouped_matmul import Scaled
+from gspo_jax.parallel.mesh import make_mesh
 from tests.tiny import mostly_slow
 
 D, F, E = 128, 256, 5
@@ -109,3 +111,33 @@ def test_checkpointed_it_keeps_the_two_products():
     kept = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names("dot"))
     text = str(jax.make_jaxpr(jax.grad(lambda *a: kept(*a).sum(), argnums=(0, 1)))(x, weights))
     assert text.count("name=grouped_matmul_gated") == 1 and text.count("name=grouped_matmul_transposed_gated") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["trained", "adapted int8"])
+def test_weights_gathered_again_give_the_same_gradients(kind):
+    """Of experts spread over two shards, gradients equal those of kept weights."""
+    (rows, sizes), rng = (64, [30, 0, 20, 14]), np.random.default_rng(2)
+    weights, lows, _ = matrices(kind, rng)
+    weights, lows = jax.tree.map(lambda w: w[:4], (weights, lows))
+    x, g = (jnp.asarray(rng.standard_normal((2 * rows, D)), jnp.float32) for _ in range(2))
+    share = jnp.asarray(rng.uniform(0, 1, 2 * rows), jnp.float32)
+    mesh, spread = make_mesh({"fsdp": 2}, devices=jax.devices()[:2]), PartitionSpec("fsdp")
+
+    def gradients(again):
+        def run(x, share, g, weights, lows):
+            def out(x, share, lows, trained):
+                own = weights if "int8" in kind else trained
+                whole, adapters = jax.tree.map(lambda w: jax.lax.all_gather(w, "fsdp", axis=0, tiled=True), (own, lows))
+                parts = tuple(w.values if isinstance(w, Scaled) else w for w in own)
+                shards = jax.lax.stop_gradient(parts) if again else None
+                counts = jnp.asarray(sizes, jnp.int32)
+                return swiglu_tpu.swiglu(x, share, whole, adapters, counts, shards=shards, interpret=True)
+
+            return jax.vjp(out, x, share, lows, () if "int8" in kind else weights)[1](g)
+
+        sharded = jax.shard_map(run, mesh=mesh, in_specs=spread, out_specs=spread, check_vma=False)
+        return jax.jit(sharded)(x, share, g, weights, lows)
+
+    for got, expected in zip(*(jax.tree.leaves(gradients(again)) for again in (True, False)), strict=True):
+        np.testing.assert_array_equal(got, expected)
