@@ -111,6 +111,27 @@ def _at(every: Float[Array, "B T E"], experts: Int[Array, "B T K"]) -> Float[Arr
     return jnp.where(experts[..., None] == columns, every[..., None, :], 0).sum(axis=-1)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _top(every: Float[Array, "B T E"], k: int) -> tuple[Float[Array, "B T K"], Int[Array, "B T K"]]:
+    """Return the k largest and their experts. The gradient is `_at`'s: by comparison."""
+    best, experts = jax.lax.top_k(every, k)
+    return best, experts
+
+
+def _top_forward(every: Array, k: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    best, experts = _top(every, k)
+    return (best, experts), (every, experts)
+
+
+def _top_backward(k: int, kept: tuple[Array, Array], grads: tuple[Array, Any]) -> tuple[Array]:
+    del k
+    every, experts = kept
+    return jax.vjp(lambda every: _at(every, experts), every)[1](grads[0])
+
+
+_top.defvjp(_top_forward, _top_backward)
+
+
 def route(
     logits: Float[Array, "B T E"], *, k: int, renormalise: bool, asked: Routing | None = None
 ) -> tuple[Routes, Float[Array, "B T K"]]:
@@ -122,16 +143,16 @@ def route(
     logits = logits.astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, axis=-1)
     every = logits - log_z[..., None]
-    experts = jax.lax.top_k(jax.lax.stop_gradient(every), k)[1]
+    logprobs, experts = _top(every, k)
     native = watched = balance = None
     if asked.replay is not None:
         native, replay = experts, asked.replay.astype(experts.dtype)
         experts = jnp.where((replay >= 0).all(axis=-1, keepdims=True), replay, native)
+        logprobs = _at(every, experts)
     if asked.watch is not None:
         watched = _at(jax.lax.stop_gradient(every), asked.watch.astype(experts.dtype))
     if asked.load is not None:
         balance = logits.shape[-1] * (jnp.exp(every) * asked.load[None, None]).sum(axis=-1)
-    logprobs = _at(every, experts)
     weights = jax.nn.softmax(logprobs) if renormalise else jnp.exp(logprobs)
     return Routes(experts, logprobs, native, watched, balance, z=log_z**2), weights
 

@@ -58,3 +58,18 @@ def test_the_gradient_of_replayed_weights_is_that_of_a_softmax_over_these_expert
     asked = Routing(jnp.asarray([[[1, 2]]]))
     found = jax.jit(jax.grad(lambda z: route(z, k=2, renormalise=True, asked=asked)[1][0, 0, 0]))(z)
     np.testing.assert_allclose(found, [[[0, 2 / 9, -2 / 9, 0]]], atol=1e-6)
+
+
+def test_native_routes_and_their_gradient_equal_the_same_experts_replayed():
+    rng = np.random.default_rng(0)
+    logits, g = (jnp.asarray(rng.standard_normal((2, 5, n)), jnp.float32) for n in (8, 3))
+
+    def run(logits, asked):
+        routes, weights = route(logits, k=3, renormalise=True, asked=asked)
+        return (weights * g).sum() + routes.logprobs[..., 1].sum(), routes
+
+    gradient = jax.value_and_grad(run, has_aux=True)
+    (value, routes), own = gradient(logits, None)
+    (again, _), replayed = gradient(logits, Routing(routes.experts))
+    assert value == again
+    np.testing.assert_allclose(own, replayed, atol=1e-7)
