@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from gspo_jax.kernels import rotary_tpu
@@ -14,9 +15,10 @@ from gspo_jax.kernels.backend import platform
 
 
 def rms_norm(x: Float[Array, "*b D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*b D"]:
-    """Return x / rms(x) · scale, computed in float32, in x's dtype."""
+    """Return x / rms(x) · scale, computed in float32, in x's dtype. `jax.checkpoint` may keep 1 / rms(x), a "dot"."""
     y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    inverse = checkpoint_name(jax.lax.rsqrt(jnp.mean(y * y, axis=-1) + eps), "dot")
+    y = y * inverse[..., None]
     return (y * scale.reshape((1,) * (y.ndim - 1) + (-1,))).astype(x.dtype)
 
 
