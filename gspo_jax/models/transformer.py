@@ -56,9 +56,9 @@ REMATS: dict[Remat, Callable[..., Any] | None] = {
 }
 """Remat policies: what each layer saves for its backward pass.
 
-"none" saves all intermediates. "dots" saves the layer's input and its matmuls' outputs, for experts whole buffers: it
-recomputes only what is cheap, and is fastest where memory is slow. "full" saves the input alone and needs little HBM,
-"offload" saves it in host memory and needs least, at the price of traffic.
+"none" saves all intermediates. "dots" saves the layer's input, the residual stream after attention, and the matmuls'
+outputs, for experts whole buffers: it recomputes only what is cheap, and is fastest where memory is slow. "full" saves
+the input alone and needs little HBM, "offload" saves it in host memory and needs least, at the price of traffic.
 """
 
 LEAN: tuple[Remat, ...] = ("full", "offload")
@@ -227,7 +227,8 @@ class Transformer(nnx.Module):
         self, tokens: Array, rows: "_Rows", routing: Routing | None, remat: Remat, *, in_place: bool = False
     ) -> tuple[Output, Any]:
         """`in_place`: experts are read where all layers lie, without a gradient, and not copied layer by layer."""
-        rotation = Rotation.of(rows.positions, self.config.rope_frequencies())
+        # Behind a barrier, or the TPU compiler moves cosines into the loop.
+        rotation = jax.lax.optimization_barrier(Rotation.of(rows.positions, self.config.rope_frequencies()))
 
         def run(block: Block, x: Array, asked: Routing | None) -> tuple[Array, tuple[Routes | None, Any]]:
             graph, stacked = nnx.split(block)
