@@ -9,8 +9,8 @@ Compiled ahead of time by
 
     python -m gspo_jax.plan --config=configs/qwen3_30b_a3b.py --topology=v5p:4x4x4
 
-an update of one such row needs 57 of a chip's 103 GB. The lower bounds of its operations add up to 1.11 s, plus 0.24 s
-of attention; it executes for 1.46 s, and each chip sends 183 GB, which takes 0.30 s, 0.10 s of it not hidden. A decode
+an update of one such row needs 57 of a chip's 103 GB. The lower bounds of its operations add up to 0.95 s, plus 0.24 s
+of attention; it executes for 1.33 s, and each chip sends 180 GB, which takes 0.30 s, 0.02 s of it not hidden. A decode
 step of all 1024 responses at their maximum length, 4480 tokens, takes 4.6 ms by its bytes, and executes for 12.2 ms.
 Others, in memory per chip and seconds that an update executes for:
 
