@@ -57,7 +57,7 @@ CASES = [(name, "gate and up", 8) for name in ROWS]
 CASES += [("uneven", ranks, bits) for ranks in RANKS for bits in (8, 32) if (ranks, bits) != ("gate and up", 8)]
 
 
-@pytest.mark.parametrize(("name", "ranks", "bits"), mostly_slow(CASES, always=[CASES[1], CASES[3]]))
+@pytest.mark.parametrize(("name", "ranks", "bits"), mostly_slow(CASES, always=[CASES[3]]))
 def test_products_and_gradients_equal_the_dense_oracle(name, ranks, bits):
     """dx = Σ g (W + s A B)ᵀ, dA = s xᵀ (g Bᵀ), dB = s (x A)ᵀ g. Rows beyond the groups are NaN: reading one shows."""
     room, sizes = ROWS[name]

@@ -87,7 +87,7 @@ def test_what_the_trainer_keeps_beside_a_program(mesh, shares):
         assert kinds.get("frozen weights", 0) == base
 
 
-@pytest.mark.parametrize("old_logprobs", ["sampler", "recompute"])
+@pytest.mark.parametrize("old_logprobs", tiny.mostly_slow(["sampler", "recompute"], always=["recompute"]))
 def test_the_references_weights_are_the_base(old_logprobs):
     """Scoring gets them once, whether it reads the policy's adapters beside them or not."""
     given = setting(**{"reference.kl_weight": 0.1, "training.old_logprobs": old_logprobs})

@@ -104,6 +104,7 @@ def test_partial_rollouts_are_planned_with_the_pool_that_their_prefixes_leave_ro
         assert one["sampling.slots"] * LIMIT > 1.5 * one["sampling.pool_tokens"]
 
 
+@pytest.mark.slow
 def test_memory_that_has_to_stay_free():
     found, changes, _, _ = search(Made(slot=0.04), headroom=0.3)
     refused = [one for one in found.tries if one.note == "leaves less than 30% of the memory free"]

@@ -290,9 +290,10 @@ def test_eight_devices_sample_the_same(sizes, slots, one_by_one):
     assert len(steps) == 1 or len(set(steps[:, 0])) > 1, "shards outside an expert group stop independently"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
-    mostly_slow([{"expert": 8}, {"fsdp": 2, "expert": 2, "tensor": 2}], always=[{"expert": 8}]),
+    [{"expert": 8}, {"fsdp": 2, "expert": 2, "tensor": 2}],
     ids=mesh_id,
 )
 def test_a_frozen_base_spread_over_experts_samples_the_same(sizes, one_by_one):

@@ -131,6 +131,7 @@ def test_a_panel_draws_gain_and_weight_for_both_signs(panel):
     assert np.max(up_gain.get_ydata()) == pytest.approx(0.28) and np.max(down_gain.get_ydata()) == pytest.approx(0.2)
 
 
+@pytest.mark.slow
 def test_another_objective_appears_by_itself(tmp_path, monkeypatch):
     def surrogate(b: TokenBatch) -> Surrogate:
         never = b.mask & False
