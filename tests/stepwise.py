@@ -67,9 +67,11 @@ def generate(decoding: Decoding, done: np.ndarray, lengths: np.ndarray) -> tuple
             promised += wanted
             held[shard, slot] = queues[shard].pop(0)
 
-    def dry(shard: int) -> bool:
-        after = sum(math.ceil((fed(i) + 1) / size) for i in held[shard] if i >= 0)
-        return decoding.pages is not None and after > decoding.pages
+    def dry() -> np.ndarray:
+        """True for shards whose next step needs more pages than they have."""
+        if decoding.pages is None:
+            return np.zeros(N, bool)
+        return np.where(held >= 0, -(-done[held] // size), 0).sum(axis=1) > decoding.pages  # one more token than fed
 
     for shard in range(N):
         fill(shard)
@@ -96,8 +98,8 @@ def generate(decoding: Decoding, done: np.ndarray, lengths: np.ndarray) -> tuple
                 return seconds.max(), steps.max(), done
             continue
         own = np.repeat(ready, lockstep)
-        for shard in np.flatnonzero(own):
-            while dry(shard):
+        while (short := own & dry()).any():
+            for shard in np.flatnonzero(short):
                 inside = np.flatnonzero(held[shard] >= 0)
                 held[shard, inside[np.argmin(done[held[shard, inside]])]] = -1
         busy = held >= 0

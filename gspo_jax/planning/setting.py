@@ -119,12 +119,15 @@ class Setting:
         meshes = self.engine.meshes
         return (meshes.sampler if name.startswith("sample") else meshes.trainer).shape["expert"]
 
-    def filled(self, name: str) -> float:
-        """Return the used fraction of expert buffer rows under balanced load."""
+    def filled(self, name: str, *, padded: bool = False) -> float:
+        """Return the used fraction of expert buffer rows under balanced load.
+
+        `padded`: with the rows that fill up an expert's blocks.
+        """
         likely, shards, k = 2**20 * self.model.experts_per_token, self.expert_shards(name), self.model.experts_per_token
         if name == "sample_prefill" and self.config.model.dispatch == "ragged_all_to_all" and shards > 1:
             blocks, _, likely = block_rooms(int(self.work(name).tokens), k, self.model.num_experts // shards, shards)
-            return likely / (blocks * BLOCK)
+            return (likely if padded else int(self.work(name).tokens) * k) / (blocks * BLOCK)
         return likely / self.room(name, likely) if self.model.is_routed else 1.0
 
     def room(self, name: str, likely: int) -> int:

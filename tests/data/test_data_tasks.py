@@ -273,8 +273,9 @@ def test_a_killed_build_is_redone(tmp_path):
 @pytest.mark.slow
 def test_builders_at_the_same_time_agree(tmp_path):
     processes = [build(tmp_path) for _ in range(3)]
-    outputs = {process.communicate(timeout=60)[0] for process in processes}
-    assert [process.returncode for process in processes] == [0] * 3
+    said = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 3, said
+    outputs = {out for out, _ in said}
     assert len(outputs) == 1 and outputs.pop().startswith("1280 ")
     assert not list(tmp_path.rglob("incomplete.*"))
 

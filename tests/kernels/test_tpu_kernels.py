@@ -54,10 +54,6 @@ MODELS = {
 """Hidden size, query heads, key heads, their width, experts, F, slots, and gathered tokens, of a decode step."""
 
 
-DEFAULT_VMEM = 16 * 2**20
-"""Bytes for kernels that do not ask for more."""
-
-
 def with_gradients(f, *arguments, grads):
     out, vjp = jax.vjp(f, *arguments)
     return out, vjp(grads)
@@ -77,17 +73,19 @@ def lowered(f, *shapes, grads):
 def read(program):
     """Return the Pallas kernels of a compiled program, counted by name, and its temporary bytes on one chip.
 
-    Besides, the most bytes of VMEM that each uses, and that it may.
+    Besides, of kernels with a limit of their own, the most bytes of VMEM that each uses, and that limit.
     """
     calls = re.findall(r"%(\w+?)(?:_\d+)?(?:\.\w+)* = (.*custom_call_target=\"tpu_custom_call\".*)", program.as_text())
     memory, vmem = program.memory_analysis(), {}
     assert memory
     for name, call in calls:
-        used, most = (
-            int(size[1]) if (size := re.search(rf'"{key}":\[{{"memory_space":"1",.*?"size":"(\d+)"', call)) else no
-            for key, no in (("used_scoped_memory_configs", 0), ("scoped_memory_configs", DEFAULT_VMEM))
+        sizes = (
+            re.search(rf'"{key}":\[{{"memory_space":"1",.*?"size":"(\d+)"', call)
+            for key in ("used_scoped_memory_configs", "scoped_memory_configs")
         )
-        vmem[name] = max((used, most), vmem.get(name, (0, 0)))
+        used, most = (0 if size is None else int(size[1]) for size in sizes)
+        if most:
+            vmem[name] = max((used, most), vmem.get(name, (0, 0)))
     return {
         "kernels": Counter(name for name, _ in calls),
         "temporaries": memory.temp_size_in_bytes,

@@ -195,8 +195,8 @@ def test_with_r2_the_ratio_of_an_update_has_no_part_of_the_routes(data, tmp_path
     config.routing.replay = "r2"
     updates, build = [], engine.build
 
-    def spied(*arguments):
-        made = build(*arguments)
+    def spied(*arguments, **options):
+        made = build(*arguments, **options)
 
         def update(*arguments):
             state, metrics = made.programs.update(*arguments)
