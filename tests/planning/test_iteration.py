@@ -173,7 +173,7 @@ def test_padding_by_hand():
     assert beside.microbatches == 2 and beside.positions == 2 * 2 * 1024
 
 
-# The 30B recipe on v5p:4x4x4, as `plan --config=configs/qwen3_30b_a3b.py:16k --json` has it; see docs/plan.md.
+# The 30B recipe on v5p:4x4x4, whole responses, as `plan --json` had it with keys in rings; see docs/plan.md.
 POSITIONS = 64 * 32 * 16384
 PAIRS = 64 * 32 * 16384 * 16385 / 2
 RECIPE = Recipe(
@@ -205,7 +205,7 @@ RECIPE = Recipe(
 FEWER = tuple(Step(slots, ms / 1e3, 42.8e-9) for slots, ms in ((24, 13.1), (12, 13.5), (6, 16.4)))
 PARTIAL = dataclasses.replace(
     RECIPE, in_flight=1024, decoder=dataclasses.replace(RECIPE.decoder, steps=FEWER, share=0.6, lockstep=64)
-)  # `16k_partial`, whose other programs are those of `16k`
+)  # partial rollouts, with the same programs otherwise
 
 
 def drawn(seed: int, *, limit: int):
