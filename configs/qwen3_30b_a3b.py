@@ -11,7 +11,7 @@ Compiled ahead of time by
 
 an update of one such row needs 57 of a chip's 103 GB. The lower bounds of its operations add up to 0.95 s, plus 0.24 s
 of attention; it executes for 1.33 s, and each chip sends 180 GB, which takes 0.30 s, 0.02 s of it not hidden. A decode
-step of all 1024 responses at their maximum length, 4480 tokens, takes 4.6 ms by its bytes, and executes for 12.2 ms.
+step of all 1024 responses at their maximum length, 4480 tokens, takes 4.6 ms by its bytes, and executes for 5.2 ms.
 Others, in memory per chip and seconds that an update executes for:
 
     --config=configs/qwen3_30b_a3b.py:v6e --topology=v6e:8x8       20 of 34 GB, 1.4 s
