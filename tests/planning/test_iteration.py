@@ -202,10 +202,26 @@ RECIPE = Recipe(
     forward=Rate(66.38 / (4 * POSITIONS / 64), 36.58 / (4 * PAIRS / 64)),
     scores=False,
 )
-FEWER = tuple(Step(slots, ms / 1e3, 42.8e-9) for slots, ms in ((24, 13.1), (12, 13.5), (6, 16.4)))
+# `plan --config=configs/qwen3_30b_a3b.py:16k`.
 PARTIAL = dataclasses.replace(
-    RECIPE, in_flight=1024, decoder=dataclasses.replace(RECIPE.decoder, steps=FEWER, share=0.6, lockstep=64)
-)  # partial rollouts, with the same programs otherwise
+    RECIPE,
+    in_flight=2048,
+    packer=dataclasses.replace(RECIPE.packer, pair_cost=14.4e-5),
+    deal_s=0.06,
+    prefill_s=0.14,
+    decoder=Decoder(
+        shards=64,
+        lockstep=32,
+        steps=tuple(Step(slots, ms / 1e3, 42.4e-9) for slots, ms in ((96, 9.0), (48, 6.85), (24, 4.9), (12, 8.6))),
+        prompt=512,
+        page=256,
+        pages=1152,
+        poll_steps=256,
+        share=0.4,
+    ),
+    update=Rate(7.84e-5, 7.66e-9),
+    forward=Rate(2.29e-5, 2.256e-9),
+)
 
 
 def drawn(seed: int, *, limit: int):
@@ -225,7 +241,7 @@ Generated = list[tuple[list[tuple[float, np.ndarray]], np.ndarray]]
 
 @cache
 def generated(decoder: Decoder, prompts: int, size: int, limit: int, in_flight: int | None) -> Generated:
-    """Return 2 iterations' generation step by step, or with partial rollouts of 8 after the first 8."""
+    """Return 2 iterations' generation step by step, or with partial rollouts of 4 after the first 8."""
     draw, decoding = drawn(5, limit=limit), plainly(decoder)
     if in_flight is None:
         found = []
@@ -236,7 +252,7 @@ def generated(decoder: Decoder, prompts: int, size: int, limit: int, in_flight: 
         return found
     # Rows of prefixes come in few numbers, here 8 or 12: their mean needs more iterations.
     rollouts = stepwise.Rollouts(decoding, draw, prompts=prompts, size=size, in_flight=in_flight)
-    return [rollouts.next() for _ in range(16)][8:]
+    return [rollouts.next() for _ in range(12)][8:]
 
 
 def stepped(run: Recipe) -> dict[str, float]:
@@ -264,7 +280,7 @@ def stepped(run: Recipe) -> dict[str, float]:
 
 def shrunk(run: Recipe) -> Recipe:
     """Return the run with an eighth of its chips, prompts and responses' length."""
-    decoder = dataclasses.replace(run.decoder, shards=8, lockstep=4, page=248)
+    decoder = dataclasses.replace(run.decoder, shards=8, lockstep=4, page=run.decoder.page // 8)
     in_flight = None if run.in_flight is None else run.in_flight // 8
     packer = dataclasses.replace(run.packer, shards=8, row_lengths=(2048,))
     return dataclasses.replace(
