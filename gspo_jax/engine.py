@@ -170,12 +170,19 @@ class Engine:
 
 
 def build(
-    config: ConfigDict, model: ModelConfig, meshes: Meshes, stop: StopRule, *, memory: int | None = None
+    config: ConfigDict,
+    model: ModelConfig,
+    meshes: Meshes,
+    stop: StopRule,
+    *,
+    memory: int | None = None,
+    trains: bool = True,
 ) -> Engine:
     """Build an engine without weights, from a checked config; compiles nothing yet.
 
     Args:
       memory: bytes of a device, which limit the sampler's pool if `sampling.pool_tokens` does not; None: no limit.
+      trains: whether optimizer and reference are held while sampling.
 
     Raises:
       UserError: `memory` is too small for one response's keys and values.
@@ -196,22 +203,23 @@ def build(
     )
     if memory is None or config.sampling.pool_tokens is not None:
         return engine
-    pool_tokens = _default_pool(engine, model, memory)
+    pool_tokens = _default_pool(engine, model, memory, trains=trains)
     return dataclasses.replace(engine, sampler=make_sampler(config, made, meshes, stop, pool_tokens))
 
 
-def _default_pool(engine: Engine, model: ModelConfig, memory: int) -> int | None:
+def _default_pool(engine: Engine, model: ModelConfig, memory: int, *, trains: bool) -> int | None:
     """Return the tokens of the pool that fits beside the weights; see `setup.memory.default_pool`."""
     config, sizes = engine.config, engine.meshes.sampler.shape
     own = engine.copied.trainable if engine.sampler.shares_frozen else engine.copied
-    beside = shard_bytes((engine.placed_state, engine.trained.frozen, engine.reference_shapes, own))
+    held = (engine.placed_state, engine.trained.frozen, engine.reference_shapes) if trains else engine.trained
+    beside = shard_bytes((held, own))
     prompts = config.sampling.partial.prompts or config.data.prompts_per_batch
     shards = batch_shards(dict(sizes))
     tokens = -(-prompts // shards) * config.data.max_prompt_length
     beside += tokens * memory_lib.token_bytes(config, model, sizes)
     slots = engine.sampler.decode_options(prompts * config.sampling.group_size)["slots"] // shards
-    free = (1 - memory_lib.HEADROOM) * memory - beside
-    return memory_lib.default_pool(config, model, sizes, slots, engine.sampler.columns, free)
+    options = {"memory": memory, "beside": beside}
+    return memory_lib.default_pool(config, model, sizes, slots, engine.sampler.columns, **options)
 
 
 def _programs(

@@ -33,7 +33,7 @@ def run(config: ConfigDict, workdir: str, updates: list[int]) -> dict[str, Any]:
     Raises:
       UserError: the policy is dense, or the run folder cannot be read.
     """
-    with open_policy(config, workdir) as opened:
+    with open_policy(config, workdir, trains=True) as opened:
         model = opened.model
         if not model.is_routed:
             raise UserError("the policy is dense and has no routes; give the run of a mixture of experts")

@@ -11,7 +11,7 @@ from gspo_jax.kernels import logprobs_tpu
 from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.dense_matmul import matmul
 from gspo_jax.kernels.grouped_matmul import Kept
-from gspo_jax.parallel.mesh import AXES, TRAINER, has_mesh, manual_axes, spec, without_axes
+from gspo_jax.parallel.mesh import manual_axes, on_shards
 
 
 class _Sums(NamedTuple):
@@ -44,7 +44,7 @@ class _Sums(NamedTuple):
 
 
 def _is_target(logits: Float[Array, "*n V"], targets: Int[Array, "*n"]) -> Array:
-    """Compare instead of gathering: a sharded vocabulary stays sharded."""
+    """Return True at the target, by comparison: a gather would not keep a sharded vocabulary sharded."""
     return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[..., None]
 
 
@@ -91,7 +91,7 @@ def _sums(hidden: Array, head: Array, targets: Array, temperature: float, chunk:
 
 
 def _on_shards(hidden: Array, head: Array, targets: Array, temperature: float) -> _Sums:
-    """Run the kernel on each shard: XLA cannot split it."""
+    """Return the kernel's sums over the vocabulary's shards."""
 
     def run(hidden: Array, head: Array, targets: Array) -> _Sums:
         (B, T, D), columns = hidden.shape, head.shape[1]
@@ -105,12 +105,8 @@ def _on_shards(hidden: Array, head: Array, targets: Array, temperature: float) -
         share = jnp.exp(down)
         return _Sums(whole, add(share * z), add(share * (weighted + down * z)), add(picked) - whole)
 
-    if not has_mesh() or not (axes := set(AXES) - manual_axes()):
-        return run(hidden, head, targets)
-    rows, columns = (without_axes(spec(names, TRAINER), manual_axes()) for names in (("batch",), (None, "vocab")))
-    return jax.shard_map(run, in_specs=(rows, columns, rows), out_specs=rows, axis_names=axes, check_vma=False)(
-        hidden, head, targets
-    )
+    rows = ("batch",)
+    return on_shards(run, (hidden, head, targets), (rows, (None, "vocab"), rows), rows)
 
 
 def _chunks(shape: tuple[int, ...], chunk: int) -> tuple[Any, Any]:

@@ -83,13 +83,18 @@ class OpenPolicy:
 
 @contextmanager
 def open_policy(
-    config: ConfigDict, workdir: str | Path | None = None, *, make_scorer: Callable[[], Scorer] | None = None
+    config: ConfigDict,
+    workdir: str | Path | None = None,
+    *,
+    make_scorer: Callable[[], Scorer] | None = None,
+    trains: bool = False,
 ) -> Iterator[OpenPolicy]:
     """Open the policy of a run folder, or the one that a run of the config would start from.
 
     Args:
       workdir: run folder. None: the model in `model.folder`.
       make_scorer: builds the reward functions. None: the config's.
+      trains: leave room for the optimizer beside the sampler.
 
     Raises:
       UserError: the config or folder does not allow it. Raised before anything is compiled.
@@ -109,7 +114,7 @@ def open_policy(
         scorer = stack.enter_context(make_scorer() if make_scorer else data.make_scorer(config))
         replies = stack.enter_context(players.make_replies(config))
         stop, memory = players.stop_rule_of(config, tokenizer), hosts.memory_of(meshes.sampler)
-        made = engine.build(config, model, meshes, stop, memory=memory)
+        made = engine.build(config, model, meshes, stop, memory=memory, trains=trains)
         yield OpenPolicy(
             config=config,
             files=files,

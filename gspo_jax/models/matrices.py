@@ -31,7 +31,7 @@ class Matrix(NamedTuple):
     low: LowRank | None = None
     """In the tokens' dtype."""
     shard: Shaped[Array, "e n m"] | None = None
-    """Of experts' gathered weights: this shard's, which a TPU's backward pass gathers again."""
+    """This shard's part of experts' gathered weights, which a TPU's backward pass gathers again."""
 
     def __call__(self, x: Float[Array, "*N n"]) -> Float[Array, "*N m"]:
         """Return x times the matrix, in x's dtype; not for experts."""

@@ -32,12 +32,11 @@ def shard_rows(mesh: Mesh, tree: Tree) -> Tree:
 
 def memory_of(mesh: Mesh) -> int | None:
     """Return the bytes that every device of a mesh has for programs, None if one does not say, as on CPU."""
-    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in mesh.local_devices]
-    least = np.min(np.asarray(limits, np.int64))
-    if jax.process_count() > 1:
+    least = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in mesh.local_devices) >> 20
+    if jax.process_count() > 1:  # in MiB, as jax has 32 bits
         processes.meet()
-        least = multihost_utils.process_allgather(least).min()
-    return int(least) or None
+        least = int(multihost_utils.process_allgather(np.int32(least)).min())
+    return (least << 20) or None
 
 
 def allgather(tree: Any) -> Any:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
 from gspo_jax.errors import UserError
 
@@ -202,16 +202,15 @@ def manual_axes() -> frozenset[str]:
     return frozenset(name for name, kind in kinds if kind == AxisType.Manual)
 
 
-def any_shard(here: Bool[Array, ""], axes: Sequence[str] = BATCH_AXES) -> Bool[Array, ""]:
-    """Return True on every shard along `axes` if `here` is true on any."""
-    axes = tuple(axis for axis in axes if axis in manual_axes())
-    return jax.lax.pmax(here.astype(jnp.int32), axes) > 0 if axes else here
-
-
-def sum_shards(x: Array, axes: Sequence[str] = ("expert",)) -> Array:
-    """Return the sum over shards along `axes`."""
+def sum_shards(x: Int[Array, "*n"], axes: Sequence[str]) -> Int[Array, "*n"]:
+    """Return the sum over shards along those of `axes` that are manual."""
     axes = tuple(axis for axis in axes if axis in manual_axes())
     return jax.lax.psum(x, axes) if axes else x
+
+
+def any_shard(here: Bool[Array, ""], axes: Sequence[str] = BATCH_AXES) -> Bool[Array, ""]:
+    """Return True on every shard along `axes` if `here` is true on any."""
+    return sum_shards(here.astype(jnp.int32), axes) > 0
 
 
 def axes_by_dimension(spec: PartitionSpec) -> list[tuple[str, ...]]:

@@ -61,6 +61,11 @@ class Episodes:
         """Tokens sampled by a policy."""
         return np.asarray(self.rollout.action_mask).sum(axis=1)
 
+    @property
+    def prefix_lengths(self) -> Int[np.ndarray, " B"]:
+        """Tokens that unfinished responses go on from; 0 if ended."""
+        return np.where(self.ended, 0, np.asarray(self.rollout.mask).sum(axis=1)).astype(np.int32)
+
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Return all arrays by checkpoint name, i.e. everything but texts and records."""
         routes = self.rollout.routes
@@ -197,7 +202,7 @@ class Player:
         """Make one sampling call, and add the environment's replies to turns that ended in it."""
         sampler, rollout, live = self._sampler, episodes.rollout, ~episodes.ended
         max_length = sampler.stop.max_length
-        lengths: Any = np.where(live, np.asarray(rollout.mask).sum(axis=1), 0).astype(np.int32)
+        lengths: Any = episodes.prefix_lengths
         prefix, limits, one_per_group = None, None, slice(None, None, sampler.group_size)
         if lengths.any():
             prefix = Prefix(rollout.tokens, lengths)
@@ -328,8 +333,8 @@ class Buffer:
         while (complete := episodes.complete(G)).sum() < self._groups:
             # Unfinished groups first, oldest first. Complete ones fill up the fixed shape.
             oldest = np.sort(np.argsort(complete, kind="stable")[: self._in_flight])
-            prefixes = np.where(episodes.ended, 0, np.asarray(episodes.rollout.mask).sum(axis=1)).reshape(-1, G)
-            chosen = spread_over_shards(oldest, prefixes.sum(axis=1)[oldest], self._player.shards)
+            tokens = episodes.prefix_lengths.reshape(-1, G).sum(axis=1)
+            chosen = spread_over_shards(oldest, tokens[oldest], self._player.shards)
             resumed = self._player.resume(episodes.groups(chosen, G), min_ended=self._min_ended)
             order = np.concatenate([chosen, np.setdiff1d(np.arange(len(self)), chosen)])
             rest = episodes.groups(order[len(chosen) :], G)

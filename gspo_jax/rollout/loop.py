@@ -312,7 +312,8 @@ class DecodeLoop:
         here = active + jnp.maximum(self.queue_length - state.next_position, 0) > fewer_slots
         if self.enough is None:
             return mesh_lib.any_shard(here, ("expert",))  # all take equally many steps
-        waiting, missing = mesh_lib.sum_shards(jnp.stack([here.astype(jnp.int32), self.enough - state.num_ended]))
+        counts = jnp.stack([here.astype(jnp.int32), self.enough - state.num_ended])
+        waiting, missing = mesh_lib.sum_shards(counts, ("expert",))
         return (waiting > 0) & (missing > 0)
 
     def _end(self, state: LoopState, ends: Bool[Array, " B"]) -> LoopState:

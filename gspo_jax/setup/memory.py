@@ -12,6 +12,7 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel.mesh import batch_shards
 from gspo_jax.rollout import prefixes
 from gspo_jax.rollout.pages import Pool, whole_pool
+from gspo_jax.setup import players
 
 HEADROOM = 0.08
 """Share of a chip's memory that a pool of the default size leaves free."""
@@ -49,36 +50,53 @@ def sampling_bytes(config: ConfigDict, model: ModelConfig, sampler: Mapping[str,
     if config.sampling.partial.prompts is not None:
         rows, width = prefix_rows(config, slots, pool)
         tokens += rows * width
-    record = math.prod(model.route_shape) * model.expert_dtype.itemsize + 12
+    logprobs = 4 if players.keeps_router_logprobs(config, model) else 0
+    record = math.prod(model.route_shape) * (model.expert_dtype.itemsize + logprobs) + 12
     kept = _RECORDS * responses * config.sampling.max_response_length * record
     return tokens * token_bytes(config, model, sampler) + kept
 
 
 def default_pool(
-    config: ConfigDict, model: ModelConfig, sampler: Mapping[str, int], slots: int, columns: int, free: float
+    config: ConfigDict,
+    model: ModelConfig,
+    sampler: Mapping[str, int],
+    slots: int,
+    columns: int,
+    *,
+    memory: int,
+    beside: int,
 ) -> int | None:
-    """Return the tokens of the largest pool, over all devices, whose sampling fits `free` bytes per chip.
+    """Return the tokens of the largest pool, over all devices, that a chip's memory is estimated to have room for.
 
-    None if the pool of `slots` responses of full length fits, of pages with `columns` tokens.
+    At least those of one response. None if there is room for `slots` responses of full length.
+
+    Args:
+      columns: tokens per page.
+      memory: bytes of a chip.
+      beside: bytes that it holds while sampling, beside what slots add.
 
     Raises:
-      UserError: one response does not fit.
+      UserError: not even one response's keys and values fit.
     """
     longest, shards = config.sampling.max_response_length, batch_shards(dict(sampler))
     whole = whole_pool(slots, longest, columns)
 
     def fits(pages: int) -> bool:
-        return sampling_bytes(config, model, sampler, slots, Pool(columns, pages)) <= free
+        used = sampling_bytes(config, model, sampler, slots, Pool(columns, pages))
+        return used + beside <= (1 - HEADROOM) * memory
 
     if fits(whole.pages):
         return None
-    low, high = 0, whole.pages
+    one = whole.per_response(longest)
+    needed = one * columns * token_bytes(config, model, sampler)
+    if needed > memory - beside:
+        raise UserError(
+            f"keys and values of one response of {longest} tokens, sampling.max_response_length, take "
+            f"{needed / 1e9:.1f} GB, and weights, optimizer and prompts leave {max(memory - beside, 0) / 1e9:.1f} of "
+            f"{memory / 1e9:.1f} GB; lower it, or use more chips"
+        )
+    low, high = one, whole.pages
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    if low < whole.per_response(longest):
-        raise UserError(
-            f"keys and values of one response of {longest} tokens, sampling.max_response_length, do not fit in the "
-            f"{max(free, 0) / 1e9:.1f} GB that weights leave of a chip's memory; lower it, or use more chips"
-        )
     return low * columns * shards

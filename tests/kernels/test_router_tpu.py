@@ -11,7 +11,7 @@ from gspo_jax.models.moe import route
 @pytest.mark.parametrize("renormalise", [True, False])
 @pytest.mark.parametrize(("tokens", "k"), [(384, 8), (256, 1)])
 def test_choices_equal_the_router_s(tokens, k, renormalise):
-    """Of equal logits the first ones are chosen."""
+    """Equal logits included, of which the first ones are chosen."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((tokens, 128)), jnp.float32).at[::7].set(0)
     router = jnp.asarray(rng.standard_normal((128, 128)) / 8, jnp.float32)

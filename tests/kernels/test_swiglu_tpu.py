@@ -116,7 +116,7 @@ def test_checkpointed_it_keeps_the_two_products():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["trained", "adapted int8"])
 def test_weights_gathered_again_give_the_same_gradients(kind):
-    """Of experts spread over two shards, gradients equal those of kept weights."""
+    """Gradients equal those of kept weights, with experts on two shards."""
     (rows, sizes), rng = (64, [30, 0, 20, 14]), np.random.default_rng(2)
     weights, lows, _ = matrices(kind, rng)
     weights, lows = jax.tree.map(lambda w: w[:4], (weights, lows))

@@ -177,7 +177,7 @@ def test_rows_have_the_old_policy_s_views_of_each_response_alone(sizes, at_once)
     [("tpu", "dots", 4, 4), ("tpu", "none", 6, 2), ("tpu", "dots", 1, 1), ("tpu", "full", 4, 1), ("cpu", "dots", 4, 1)],
 )
 def test_micro_batches_in_one_pass(monkeypatch, platform, remat, minibatches, at_once):
-    """As many as divide those of all mini-batches at full length, where memory for saved activations is free."""
+    """Several on TPU, as many as divide the mini-batches, unless remat is for lack of memory."""
     config = base()
     config.model.remat, config.training.minibatches = remat, minibatches
     monkeypatch.setattr(learning, "platform", lambda: platform)
