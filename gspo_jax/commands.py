@@ -181,6 +181,24 @@ COMMANDS: dict[str, Command] = {
             _JSON._replace(help="also write what is printed to this file"),
         ),
     ),
+    "accept": Command(
+        "Measure",
+        "Tell how many tokens a decode step would have added with drafts, from completions that are there already.",
+        (
+            "runs/tiny",
+            "gsm8k/train.jsonl --prompt=question --completion=answer --tokenizer=Qwen3-0.6B",
+            "completions.jsonl --tokenizer=Qwen3-0.6B --drafts=1,2,4,8 --together=2 --json=accepted.json",
+        ),
+        (
+            Flag("sources", "run folders, and files of completions", metavar="SOURCE", repeated=True, dashes=False),
+            Flag("tokenizer", "folder of a tokenizer; a run's own by default", Path, metavar="DIR"),
+            Flag("drafts", "numbers of drafts per step, 1 to 8", default="1,2,4,8", metavar="N,…"),
+            Flag("together", "responses of a group decoded at a time; all by default", int, metavar="N"),
+            Flag("prompt", "field of a file's rows", default="prompt", metavar="NAME"),
+            Flag("completion", "field of a file's rows", default="completion", metavar="NAME"),
+            _JSON,
+        ),
+    ),
     "report": Command(
         "Compare",
         "Draw plots and tables from run folders, finished or not.",
