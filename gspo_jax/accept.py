@@ -12,7 +12,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 from rich.console import Console
@@ -114,13 +114,12 @@ def _rows(source: Path, prompt: str, completion: str) -> Iterator[_Completion]:
             fields = row.fields()
         except files.Defect as defect:
             raise UserError(f"{row.where}: {defect}; correct it") from None
-        texts, epoch = [fields.get(name) for name in (prompt, completion)], fields.get("epoch", 0)
-        for name, text in zip((prompt, completion), texts, strict=True):
-            if not isinstance(text, str):
+        for name in (prompt, completion):
+            if not isinstance(fields.get(name), str):
                 raise UserError(f"{row.where} has no text `{name}`; name its fields with --prompt and --completion")
-        if not isinstance(epoch, int):
+        if not isinstance(epoch := fields.get("epoch", 0), int):
             raise UserError(f"{row.where} has the epoch {epoch!r}; write a whole number")
-        yield _Completion(*texts, epoch)
+        yield _Completion(fields[prompt], fields[completion], epoch)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,9 +140,9 @@ def _command(given: Namespace) -> None:
         Console().print(make_table(list(map(_row, results)), title=name))
 
 
-def _row(one: Acceptance) -> dict[str, object]:
+def _row(one: Acceptance) -> dict[str, Any]:
     """Return a row of the printed table: shares, and tokens per step in all, by position and by group."""
-    found = {"drafter": one.drafter, "drafts": one.drafts}
+    found: dict[str, Any] = {"drafter": one.drafter, "drafts": one.drafts}
     tokens = {"used": one.with_draft, "right": one.accepted, "per step": one.tokens_per_step, **one.by_position}
     tokens |= dict(zip(("25%", "50%", "75%"), one.by_group, strict=True))
     return found | {name: round(value, 2) for name, value in tokens.items()}

@@ -21,9 +21,18 @@ _LATER: Any = None
 """Default of fields not filled yet, or unknown."""
 
 
+@struct.dataclass
+class Earlier:
+    """Earlier responses to P prompts, which drafts are copied from."""
+
+    tokens: Int[Array, "P H T"]
+    lengths: Int[Array, "P H"]
+    """0: none."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    """Tokenised prompts. Only tokens and lengths enter jitted programs."""
+    """Tokenised prompts. Only tokens, lengths and earlier responses enter jitted programs."""
 
     tokens: Int[Array, "P S"]
     """Token ids, int32, right-padded."""
@@ -33,10 +42,11 @@ class Prompts:
     records: Sequence[Any] = _LATER
     valid: Bool[np.ndarray, " P"] = _LATER
     """False on rows that pad an evaluation's last batch."""
+    earlier: Earlier | None = None
 
 
 jax.tree_util.register_dataclass(
-    Prompts, data_fields=["tokens", "lengths"], meta_fields=[], drop_fields=["texts", "records", "valid"]
+    Prompts, data_fields=["tokens", "lengths", "earlier"], meta_fields=[], drop_fields=["texts", "records", "valid"]
 )
 
 

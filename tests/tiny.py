@@ -19,6 +19,7 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.families import qwen3
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import decoder
+from gspo_jax.rollout.drafting import NO_DRAFTS
 from gspo_jax.rollout.loop import Decoded
 from gspo_jax.training.packing import Packer, tokens_at_full_length
 from gspo_jax.types import Batch, Packing, Prompts, Responses, Rollout, RouterRecord, Weights
@@ -205,11 +206,13 @@ def generate(
     sampling,
     stop,
     min_ended=1.0,
+    drafting=NO_DRAFTS,
     **prefill,
 ) -> Decoded:
     """Return the decoder's responses to prompts, in so many slots, all for None."""
     prefilled = decoder.prefill(graph, weights, prompts, keys, prefix, sampling=sampling, **prefill)
     options = {"sampling": sampling, "stop": stop, "slots": slots or len(keys), "pool": pool, "min_ended": min_ended}
+    options["drafting"] = drafting
     return decoder.decode(graph, weights, prefilled, keys, limits, **options)
 
 

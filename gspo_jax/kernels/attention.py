@@ -125,7 +125,7 @@ def _prompts_per_block(slots: int, prompts: int, group_size: int) -> int:
 
 
 def decode_attention(
-    q: Float[Array, "B H h"],
+    q: Float[Array, "B Q H h"],
     prompt_k: KV,
     prompt_v: KV,
     prompt_lengths: Int[Array, " P"],
@@ -134,32 +134,33 @@ def decode_attention(
     *,
     layer: Int[Array, ""],
     table: Int[Array, "B W"],
-    ages: Int[Array, " B"],
+    ages: Int[Array, "B Q"],
     rows: SlotRows | None,
-) -> Float[Array, "B H h"]:
-    """Return the attention of one query per slot, in one softmax over its prompt and its own tokens.
+) -> Float[Array, "B Q H h"]:
+    """Return the attention of Q queries per slot, each in one softmax over its prompt and own tokens up to its age.
 
-    A group shares its prompt's keys. A slot's own keys are the first `ages` columns of its pages. Only prompt blocks
-    that some slot sees are read, and as many pages of every slot as the oldest has. A slot of age 0 gets an undefined
-    output.
+    A group shares its prompt's keys. The own keys of a query are the first `ages` columns of its slot's pages. Only
+    prompt blocks that some slot sees are read, and as many pages of every slot as the oldest has. A query of age 0 gets
+    an undefined output.
 
     Args:
       prompt_k, prompt_v: of all layers, [L, P, Kv, S, h].
       k, v: of all layers, [L, M, Kv, C, h].
       table: pages of each slot, in order; any number past its age.
-      ages: own tokens of each slot, including this step's.
+      ages: own tokens that each query sees.
       rows: None if slot b holds response b, for all P·G responses.
     """
-    B, H, h = q.shape
+    B, Q, H, h = q.shape
     Kv = prompt_k.shape[2]
-    q = q.reshape(B, Kv, H // Kv, h)
+    q = jnp.moveaxis(q.reshape(B, Q, Kv, H // Kv, h), 1, 2).reshape(B, Kv, -1, h)  # a key head's queries adjacent
     if rows is None:
         own_k, own_v = (each(lambda x: x[layer], kv) for kv in (prompt_k, prompt_v))
         prompt = _attend_prompts(q, own_k, own_v, prompt_lengths)
     else:
         prompt = _attend_prompt_blocks(q, prompt_k, prompt_v, prompt_lengths, layer, rows)
     out = _attend_own_tokens(prompt, q, k, v, layer, table, ages)
-    return (out.out / jnp.maximum(out.total, 1e-30)).astype(q.dtype).reshape(B, H, h)
+    mixed = (out.out / jnp.maximum(out.total, 1e-30)).astype(q.dtype)
+    return jnp.moveaxis(mixed.reshape(B, Kv, Q, H // Kv, h), 2, 1).reshape(B, Q, H, h)
 
 
 def _attend_prompts(q: Float[Array, "n Kv g h"], k: KV, v: KV, lengths: Array) -> _PartialSoftmax:
@@ -199,13 +200,14 @@ def _attend_prompt_blocks(q: Array, k: KV, v: KV, lengths: Array, layer: Array, 
 def _attend_own_tokens(
     found: _PartialSoftmax, q: Array, k: KV, v: KV, layer: Array, table: Array, ages: Array
 ) -> _PartialSoftmax:
-    C, W = k.shape[3], table.shape[1]
+    C, W, (B, Q), queries = k.shape[3], table.shape[1], ages.shape, q.shape[2]
+    ages = jnp.broadcast_to(ages[..., None], (B, Q, queries // Q)).reshape(B, queries)
 
     def visit(i: Array | int, found: _PartialSoftmax) -> _PartialSoftmax:
         pages = table[:, i]
         own_k, own_v = (each(lambda x: x.at[layer, pages].get(mode="clip"), kv) for kv in (k, v))
-        seen = i * C + jnp.arange(C)[None] < ages[:, None]
-        return found.merge(_partial_softmax(q, own_k, own_v, seen[:, None, None]))
+        seen = i * C + jnp.arange(C)[None, None] < ages[..., None]
+        return found.merge(_partial_softmax(q, own_k, own_v, seen[:, None]))
 
     with jax.named_scope(at_most(W)):
         return visit(0, found) if W == 1 else jax.lax.fori_loop(0, -(-ages.max() // C), visit, found)

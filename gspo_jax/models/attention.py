@@ -52,7 +52,7 @@ def _wide(x: Float[Array, "B N H h"]) -> Float[Array, "B N Hh"]:
 
 
 def attend_cached(
-    q: Float[Array, "B H h"],
+    q: Float[Array, "B Q H h"],
     prompt_k: KV,
     prompt_v: KV,
     prompt_lengths: Int[Array, " P"],
@@ -61,15 +61,15 @@ def attend_cached(
     *,
     layer: Int[Array, ""],
     table: Int[Array, "B W"],
-    ages: Int[Array, " B"],
+    ages: Int[Array, "B Q"],
     rows: SlotRows | None,
-) -> Float[Array, "B H h"]:
+) -> Float[Array, "B Q H h"]:
     """Run `decode_attention` on each shard's heads. The batch is split already."""
 
     def attend(q: Array, keys: KV, values: KV, lengths: Array, k: KV, v: KV, where: dict) -> Array:
         return decode_attention(q, keys, values, lengths, k, v, **where)
 
-    queries, keys = (None, "heads"), (None, None, "kv_heads")
+    queries, keys = (None, None, "heads"), (None, None, "kv_heads")
     arrays = (q, prompt_k, prompt_v, prompt_lengths, k, v)
     where = {"layer": layer, "table": table, "ages": ages, "rows": rows}
     return on_shards(attend, (*arrays, where), (queries, keys, keys, (), keys, keys, ()), queries)

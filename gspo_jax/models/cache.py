@@ -24,15 +24,15 @@ class DecodeSlots:
 
     responses: Int[Array, " B"]
     """Response in each slot, in [0, P·G), of prompt number // G. Undefined if idle."""
-    ages: Int[Array, " B"]
-    """Response tokens fed, including this step's; 0 if idle."""
+    ages: Int[Array, "B Q"]
+    """Response tokens fed up to each of this step's, itself included; 0 where a slot feeds fewer than Q, or is idle."""
     aligned: bool = struct.field(pytree_node=False, default=False)
     """True if slot b holds response b, for all P·G."""
 
     @property
     def active(self) -> Bool[Array, " B"]:
         """True where a slot holds a response."""
-        return self.ages > 0
+        return self.ages[:, 0] > 0
 
 
 @struct.dataclass
@@ -54,11 +54,11 @@ class Cache:
     group_size: int = struct.field(pytree_node=False)
     """G: responses per prompt."""
 
-    def newest(self, ages: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-        """Return the page and column of each slot's newest token; page M if idle."""
+    def newest(self, ages: Int[Array, "B Q"]) -> tuple[Int[Array, "B Q"], Int[Array, "B Q"]]:
+        """Return the page and column of each token fed; page M for none."""
         (_, M, _, C, _), (_, W) = self.k.shape, self.table.shape
         at, column = jnp.divmod(jnp.maximum(ages - 1, 0), C)
-        page = jnp.where(jnp.arange(W)[None] == at[:, None], self.table, 0).sum(axis=1)
+        page = jnp.where(jnp.arange(W)[None, None] == at[..., None], self.table[:, None], 0).sum(axis=2)
         return jnp.where(ages > 0, page, M), column
 
 
@@ -95,9 +95,9 @@ def heads_first(kept: KV) -> KV:
 
 
 def write_tokens(
-    pool: KV, layer: Array, new: Float[Array, "B Kv h"], pages: Int[Array, " B"], columns: Int[Array, " B"]
+    pool: KV, layer: Array, new: Float[Array, "B Q Kv h"], pages: Int[Array, "B Q"], columns: Int[Array, "B Q"]
 ) -> KV:
-    """Write every slot's newest token to a column of its page in one layer. Page M is none."""
+    """Write every slot's newest tokens to columns of its pages in one layer. Page M is none."""
     own = stored(new, "int8" if isinstance(pool, ScaledKV) else None)
     return each(lambda old, x: old.at[layer, pages, :, columns].set(x, mode="drop"), pool, own)
 

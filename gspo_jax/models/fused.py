@@ -198,7 +198,7 @@ def _decode(
     interpret: bool,
 ) -> tuple[Array, tuple[KV, KV], list[Routes | None]]:
     turn, first, found, pools = rotation(positions, config.rope_frequencies()), 0, [], (cache.k, cache.v)
-    visits = Visits.of(cache.prompt_k, cache.prompt_lengths, cache.k, cache.table, prompts, slots.ages)
+    visits = Visits.of(cache.prompt_k, cache.prompt_lengths, cache.k, cache.table, prompts, slots.ages[:, 0])
     active = slots.active[:, None].astype(jnp.float32)
     # Behind a barrier, or the compiler computes what is cheap in every layer.
     visits, turn = jax.lax.optimization_barrier((visits, turn))

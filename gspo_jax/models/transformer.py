@@ -202,19 +202,19 @@ class Transformer(nnx.Module):
 
         return self._forward(tokens, rows._replace(attend=keep), None, "none", in_place=True)
 
-    def decode(self, tokens: Int[Array, " B"], slots: DecodeSlots, cache: Cache) -> tuple[Output, Cache]:
-        """Feed one token to every slot. Idle slots reach no expert and have undefined outputs."""
+    def decode(self, tokens: Int[Array, "B Q"], slots: DecodeSlots, cache: Cache) -> tuple[Output, Cache]:
+        """Feed up to Q tokens to every slot. Where none is fed, none reaches an expert and outputs are undefined."""
         P = cache.prompt_lengths.shape[0]
         prompts = jnp.clip(slots.responses // cache.group_size, 0, P - 1)
-        positions = (cache.prompt_lengths[prompts] + slots.ages - 1)[:, None]
-        if fused.applies(self.config, self.layers, cache):
-            x = self._embed(tokens[:, None])[:, 0]
+        positions = cache.prompt_lengths[prompts][:, None] + slots.ages - 1
+        if tokens.shape[1] == 1 and fused.applies(self.config, self.layers, cache):
+            x = self._embed(tokens)[:, 0]
             x, cache, found = fused.decode(x, self.layers, self.config, slots, prompts, positions[:, 0], cache)
             return self._output(x[:, None], join_routes(found, positions.shape)), cache
         rows = None if slots.aligned else SlotRows.of(slots.responses, slots.active, P, cache.group_size)
         layers = jnp.arange(self.config.num_layers)
         rotation = Rotation.of(positions, self.config.rope_frequencies())
-        x, first, found = self._embed(tokens[:, None]), 0, []
+        x, first, found = self._embed(tokens), 0, []
         for block, stack in zip(self.layers, self.config.stacks, strict=True):
             own = slice_layers(layers, first, stack.layers)
             x, cache, routes = _decode_stack(block, x, rotation, slots, rows, cache, own, first)
@@ -270,14 +270,14 @@ class Transformer(nnx.Module):
 
 def _decode_stack(
     block: Block,
-    x: Float[Array, "B 1 D"],
+    x: Float[Array, "B Q D"],
     rotation: Rotation,
     slots: DecodeSlots,
     rows: SlotRows | None,
     cache: Cache,
     layers: Int[Array, " L"],
     first: int,
-) -> tuple[Float[Array, "B 1 D"], Cache, Routes | None]:
+) -> tuple[Float[Array, "B Q D"], Cache, Routes | None]:
     """Feed x through one stack. Its layers in the cache are `layers`, from `first` on."""
     graph, stacked = nnx.split(block)
     whole, sliced = split_experts(stacked)
@@ -288,14 +288,14 @@ def _decode_stack(
         params, index = xs
 
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[KV, KV]]:
-            own = write_tokens(ks, index, k[:, 0], pages, columns), write_tokens(vs, index, v[:, 0], pages, columns)
+            own = write_tokens(ks, index, k, pages, columns), write_tokens(vs, index, v, pages, columns)
             prompt = cache.prompt_k, cache.prompt_v, cache.prompt_lengths
             where = {"layer": index, "table": cache.table, "ages": slots.ages, "rows": rows}
-            return attend_cached(q[:, 0], *prompt, *own, **where)[:, None], own
+            return attend_cached(q, *prompt, *own, **where), own
 
         one = nnx.merge(graph, params, whole)
         in_stack = index - first if first else index
-        x, routes, (ks, vs) = one(x, rotation, slots.active[:, None], attend, layer=in_stack)
+        x, routes, (ks, vs) = one(x, rotation, slots.ages > 0, attend, layer=in_stack)
         return (x, ks, vs), routes
 
     (x, k, v), routes = jax.lax.scan(layer, (x, cache.k, cache.v), (sliced, layers))

@@ -28,6 +28,7 @@ from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
 from gspo_jax.parallel.rows import ROWS, shards
+from gspo_jax.rollout.drafting import NO_DRAFTS, Drafting
 from gspo_jax.rollout.loop import Decoded, DecodeLoop
 from gspo_jax.rollout.pages import Pool, whole_pool
 from gspo_jax.rollout.precision import Precision, rounded
@@ -156,7 +157,10 @@ def _prefill_rows(
     return jax.lax.scan(one, last, (jnp.arange(len(prefix.tokens)), *rows))
 
 
-@partial(jax.jit, static_argnames=("graph", "sampling", "stop", "slots", "pool", "min_ended", "prompt_length"))
+@partial(
+    jax.jit,
+    static_argnames=("graph", "sampling", "stop", "slots", "pool", "min_ended", "drafting", "prompt_length"),
+)
 def decode(
     graph: nnx.GraphDef[Transformer],
     weights: Weights,
@@ -169,6 +173,7 @@ def decode(
     slots: int,
     pool: Pool | None = None,
     min_ended: float = 1.0,
+    drafting: Drafting = NO_DRAFTS,
     prompt_length: int | None = None,
 ) -> Decoded:
     """Decode prefilled responses until all have ended, or enough.
@@ -179,11 +184,13 @@ def decode(
       slots: responses decoded at a time, over all devices, equally many per batch shard.
       pool: a shard's pages of keys and values; None: enough for all slots.
       min_ended: return once this share of an expert group's responses with a limit above 0 has ended.
+      drafting: what is drafted. It changes no token.
       prompt_length: to which the result's prompts and routes are padded; defaults to the prompts' own.
     """
     padded = prompt_length or prefilled.prompts.tokens.shape[1]
     own = slots // shards()
     options: Any = {"sampling": sampling, "stop": stop, "slots": own, "min_ended": min_ended}
+    options["drafting"] = drafting
     options["pool"] = pool or whole_pool(own, stop.max_length)
 
     def run(weights: Weights, prefilled: Prefilled, keys: Key[Array, " n"], limits: Int[Array, " n"] | None) -> Decoded:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 Drafter = Literal["none", "own", "group", "history"]
 """What drafts are copied from: nothing; the prompt and the response itself; also the group's other responses; also
@@ -29,6 +29,39 @@ class Texts(NamedTuple):
     tokens: Int[Array, "P R M"]
     lengths: Int[Array, "P Q R"]
     """Tokens of each row that a response may read; 0: none."""
+
+
+class Rows(NamedTuple):
+    """Texts of P groups."""
+
+    tokens: Int[Array, "P R M"]
+    lengths: Int[Array, "P R"]
+    """Tokens known so far."""
+
+
+def readable(
+    drafter: Drafter, own: Bool[Array, "#P Q R"], prompts: Rows, responses: Rows, earlier: Rows | None = None
+) -> list[Texts]:
+    """Return what Q responses of each group may copy from.
+
+    Args:
+      own: True for a response's own row of `responses`, those of its group.
+      prompts: a row per group.
+      earlier: earlier responses to the prompt.
+    """
+    (P, _), Q = responses.lengths.shape, own.shape[1]
+
+    def all_of(rows: Rows) -> Texts:
+        return Texts(rows.tokens, jnp.broadcast_to(rows.lengths[:, None], (P, Q, rows.lengths.shape[1])))
+
+    found = [all_of(responses), all_of(prompts)]
+    if drafter in ("none", "own"):
+        found[0] = Texts(responses.tokens, jnp.where(own, found[0].lengths, 0))
+    if drafter == "none":
+        found = [Texts(texts.tokens, jnp.zeros_like(texts.lengths)) for texts in found]
+    if drafter == "history" and earlier is not None:
+        found.append(all_of(earlier))
+    return found
 
 
 class Drafted(NamedTuple):

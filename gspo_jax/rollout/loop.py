@@ -1,4 +1,4 @@
-"""The decode loop of one batch shard: responses queue for slots, and every step decodes one token per slot.
+"""The decode loop of one batch shard: responses queue for slots, and every step decodes a token per slot, or several.
 
 Slots go to queue positions in order. Between phases the number of slots halves, and the unfinished responses move
 together. For example, 5 responses A to E on 2 slots, with an EOS from prefill as the first token of B:
@@ -19,6 +19,10 @@ together. For example, 5 responses A to E on 2 slots, with an EOS from prefill a
 Each step writes a row of a log, with a column per slot: the tokens sampled in it, and the routes of the tokens fed in
 it, sampled one step earlier. When a response ends or the log is full, its column is copied to the response's place.
 
+With drafts (`drafting`) a step feeds a slot's last token and up to Q - 1 drafts of what follows, in Q rows of the log,
+and samples after each, with the key of that place. A sample is the response's if all drafts before it were sampled too:
+the same tokens as without drafts, in fewer steps.
+
 Where the pool has too few pages for all slots (`pages`), a response gets a slot only if the pages that it and all
 others may yet need are free. A call that may return early (`min_ended`) needs no such reserve: if the pages run dry,
 the response with the fewest tokens gives up its slot, unfinished, and goes on in a later call.
@@ -27,6 +31,7 @@ Nothing here uses a scatter: scatters are slow on TPUs, and some have crashed th
 """
 
 import dataclasses
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -42,16 +47,18 @@ from gspo_jax.models.cache import Cache, DecodeSlots, empty_pool, write_prefix
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
+from gspo_jax.rollout.drafting import NO_DRAFTS, Drafting, DraftState, Held, drafted
+from gspo_jax.rollout.drafts import accepted
 from gspo_jax.rollout.pages import PageTable, Pool
 from gspo_jax.rollout.prefilled import Prefilled, SampledTokens, flatten_routes
 from gspo_jax.rollout.responses import ResponseBuffer, StepLog, log_rows
 from gspo_jax.rollout.sampling import SamplingParams, StopRule, draw, is_eos, token_keys
 from gspo_jax.types import Rollout, Weights
 
-_MAX_SHRINKS = 3
-"""Maximum halvings of the slots; each count is compiled separately."""
+_SHRINKS, _DRAFTING_SHRINKS = (2, 2, 2), (4,)
+"""Divisors of the slots from phase to phase, each compiled separately, as is each width of a step with drafts."""
 _MIN_SLOTS = 4
-"""Minimum slots after halving."""
+"""Minimum slots after a division."""
 _LOG_ROWS = 128
 
 
@@ -67,6 +74,12 @@ class DecodeStats(NamedTuple):
     """Sampled by the loop."""
     sampled_tokens: Int[Array, " shards"]
     """Including each response's first token, sampled by prefill."""
+    busy_steps: Int[Array, " shards"]
+    """Slots with a response, summed over steps."""
+    drafted: Int[Array, " shards"]
+    """Drafts fed."""
+    accepted: Int[Array, " shards"]
+    """Of these, what the policy sampled in their place."""
 
 
 class Decoded(NamedTuple):
@@ -86,7 +99,7 @@ class Slots:
     lengths: Int[Array, " B"]
     """Tokens of each slot's response so far, prefix included."""
     last_tokens: Int[Array, " B"]
-    """Fed by the next step."""
+    """Fed by the next step, before its drafts."""
 
 
 @struct.dataclass
@@ -104,7 +117,12 @@ class LoopState:
     steps: Int[Array, ""]
     slot_steps: Int[Array, ""]
     filled: Float[Array, ""]
+    busy_steps: Int[Array, ""]
+    drafted: Int[Array, ""]
+    accepted: Int[Array, ""]
     """As in `DecodeStats`."""
+    drafts: DraftState | None
+    """None: nothing is drafted."""
     log: StepLog
     row: Int[Array, ""]
     """Rows of the log in use."""
@@ -115,34 +133,48 @@ class LoopState:
 
     def first(self, size: int) -> "LoopState":
         """Return the state of the first slots alone."""
-        slots, table = jax.tree.map(lambda x: x[:size], (self.slots, self.pages.table))
+        slots, table, drafts = jax.tree.map(lambda x: x[:size], self._by_slot())
         log = jax.tree.map(lambda x: x[:, :size], self.log)
-        return dataclasses.replace(self, slots=slots, pages=dataclasses.replace(self.pages, table=table), log=log)
+        return self._with_slots(slots, table, drafts, log)
 
     def with_first(self, state: "LoopState") -> "LoopState":
         """Return the state with these first slots."""
-        own, new = ((x.slots, x.pages.table) for x in (self, state))
-        slots, table = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, 0, 0), own, new)
+        own, new = self._by_slot(), state._by_slot()
+        slots, table, drafts = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, 0, 0), own, new)
         log = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, 0, 1), self.log, state.log)
-        return dataclasses.replace(state, slots=slots, pages=dataclasses.replace(state.pages, table=table), log=log)
+        return state._with_slots(slots, table, drafts, log)
+
+    def _by_slot(self) -> tuple[Slots, Array, tuple[Array, Array] | None]:
+        drafts = self.drafts
+        return self.slots, self.pages.table, None if drafts is None else (drafts.tokens, drafts.count)
+
+    def _with_slots(self, slots: Slots, table: Array, drafts: tuple[Array, Array] | None, log: StepLog) -> "LoopState":
+        state = dataclasses.replace(self, slots=slots, pages=dataclasses.replace(self.pages, table=table), log=log)
+        if drafts is None or self.drafts is None:
+            return state
+        tokens, count = drafts
+        return dataclasses.replace(state, drafts=dataclasses.replace(self.drafts, tokens=tokens, count=count))
 
 
-def _written(log: Shaped[Array, "rows *b"], new: Shaped[Array, "*b"], row: Int[Array, ""]) -> Array:
-    """Write a row of the log, kept row by row in memory.
+def _written(log: Shaped[Array, "rows *b"], new: Shaped[Array, "Q *b"], row: Int[Array, ""]) -> Array:
+    """Write rows of the log, kept row by row in memory.
 
-    Otherwise the TPU's compiler may take the new row's layout, padding few slots to 128.
+    Otherwise the TPU's compiler may take the new rows' layout, padding few slots to 128.
     """
-    written = jax.lax.dynamic_update_index_in_dim(log, new, row, 0)
+    written = jax.lax.dynamic_update_slice_in_dim(log, new, row, 0)
     return with_layout_constraint(written, Layout(tuple(range(log.ndim))))
 
 
-def phases(slots: int, prefilled: Prefilled, limits: Array | None, stop: StopRule) -> list[int]:
-    """Return a shard's slots in each phase: `slots`, then halved as often as allowed if lengths can differ."""
+def phases(
+    slots: int, prefilled: Prefilled, limits: Array | None, stop: StopRule, drafting: Drafting = NO_DRAFTS
+) -> list[int]:
+    """Return a shard's slots in each phase: `slots`, then divided as often as allowed if lengths can differ."""
     counts = [slots]
     if not stop.eos_ids and limits is None and prefilled.prefix is None:
         return counts
-    while len(counts) <= _MAX_SHRINKS and counts[-1] // 2 >= _MIN_SLOTS:
-        counts.append(counts[-1] // 2)
+    for divisor in _DRAFTING_SHRINKS if len(drafting.widths(slots)) > 1 else _SHRINKS:
+        if counts[-1] // divisor >= _MIN_SLOTS:
+            counts.append(counts[-1] // divisor)
     return counts
 
 
@@ -162,12 +194,15 @@ class DecodeLoop:
         slots: int,
         pool: Pool,
         min_ended: float,
+        drafting: Drafting,
     ):
         n = keys.shape[0]
         self.prefilled, self.keys, self.prefix_lengths = prefilled, keys, prefilled.prefix_lengths
         self.sampling, self.stop, self.slots, self.pool = sampling, stop, slots, pool
-        self.slot_counts = phases(slots, prefilled, limits, stop)
+        self.slot_counts = phases(slots, prefilled, limits, stop, drafting)
         """Slots of each phase."""
+        self.drafting, self.drafts = drafting, drafting.widest(self.slot_counts) - 1
+        """Most drafts per slot and step."""
         self.limits = (
             jnp.full(n, stop.max_length, jnp.int32) if limits is None else jnp.minimum(limits, stop.max_length)
         )
@@ -194,9 +229,13 @@ class DecodeLoop:
         """Return the first state: the queue's head in the slots, prefixes in the pool."""
         n, B, T = self.queue.shape[0], self.slots, self.stop.max_length
         at, zero = jnp.arange(B, dtype=jnp.int32), jnp.zeros((), jnp.int32)
-        kv, rows = self.prefilled.prompt_kv, log_rows(T, _LOG_ROWS)
+        kv, rows = self.prefilled.prompt_kv, log_rows(T, _LOG_ROWS) * (1 + self.drafts)
         like = self.prefilled.first, jax.tree.map(flatten_routes, kv.routes)
         log = StepLog(*jax.tree.map(lambda x: jnp.zeros((rows, B, *x.shape[2:]), x.dtype), like))
+        buffer, drafts = ResponseBuffer.start(self.prefilled, T, rows), None
+        if self.drafts:
+            log = dataclasses.replace(log, taken=jnp.zeros((rows, B), bool))
+            drafts = DraftState.start(buffer.sampled.tokens[:, :T], B, self.drafts)
         state = LoopState(
             slots=Slots(jnp.full(B, n, jnp.int32), jnp.zeros(B, jnp.int32), jnp.zeros(B, jnp.int32)),
             pages=PageTable.start(self.pool, B, T),
@@ -207,9 +246,13 @@ class DecodeLoop:
             steps=zero,
             slot_steps=zero,
             filled=jnp.zeros((), jnp.float32),
+            busy_steps=zero,
+            drafted=zero,
+            accepted=zero,
+            drafts=drafts,
             log=log,
             row=zero,
-            buffer=ResponseBuffer.start(self.prefilled, T, rows),
+            buffer=buffer,
             k=empty_pool(kv.k, self.pool.pages, self.pool.columns),
             v=empty_pool(kv.v, self.pool.pages, self.pool.columns),
         )
@@ -219,7 +262,7 @@ class DecodeLoop:
             state = dataclasses.replace(state, next_position=self.queue_length)
         else:
             state = self._refill(state)
-        return dataclasses.replace(state, running=self._continues(state, self._fewer(0)))
+        return self._planned(state, 0)
 
     def advance(self, state: LoopState, steps: int | None = None) -> LoopState:
         """Step until all have ended, or enough, at most `steps` times."""
@@ -237,16 +280,27 @@ class DecodeLoop:
         sampled = rollout.action_mask.sum(axis=1, dtype=jnp.int32)
         decoded = jnp.maximum(sampled - 1, 0).sum()
         counts = state.steps, state.slot_steps, state.filled, decoded, sampled.sum()
+        counts = *counts, state.busy_steps, state.drafted, state.accepted
         return Decoded(rollout, unfinished, DecodeStats(*(x[None] for x in counts)))
 
     def _run_phase(self, state: LoopState, phase: int, last: Array | None) -> LoopState:
-        size, fewer = self.slot_counts[phase], self._fewer(phase)
+        size = self.slot_counts[phase]
+        widths = self.drafting.widths(size)
 
-        def more(state: LoopState) -> Array:
+        def more(state: LoopState, number: int | None = None) -> Array:
             here = state.running & (state.phase == phase)
+            if number is not None and state.drafts is not None:
+                here &= state.drafts.width == number
             return here if last is None else here & (state.steps < last)
 
-        part = jax.lax.while_loop(more, lambda s: self.step(s, fewer_slots=fewer), state.first(size))
+        def stretches(state: LoopState) -> LoopState:
+            for number, width in enumerate(widths):
+                one = partial(self.step, phase=phase, width=width)
+                state = jax.lax.while_loop(partial(more, number=number), one, state)
+            return state
+
+        part = state.first(size)
+        part = stretches(part) if len(widths) == 1 else jax.lax.while_loop(more, stretches, part)
         return state.with_first(part)
 
     def _next_phase(self, state: LoopState, phase: int) -> LoopState:
@@ -260,61 +314,119 @@ class DecodeLoop:
             return dataclasses.replace(state, slots=slots, pages=state.pages.reordered(order), phase=state.phase + 1)
 
         state = jax.lax.cond(over, compacted, lambda s: s, state)
-        running = self._continues(state, self._fewer(phase + 1))
-        return dataclasses.replace(state, running=jnp.where(over, running, state.running))
+        planned = state.with_first(self._planned(state.first(self.slot_counts[phase + 1]), phase + 1))
+        decided, before = ((x.running, x.drafts) for x in (planned, state))
+        running, drafts = jax.tree.map(lambda x, y: jnp.where(over, x, y), decided, before)
+        return dataclasses.replace(state, running=running, drafts=drafts)
 
     def _fewer(self, phase: int) -> int:
         """Return the slots of the phase after this one, 0 after the last."""
         return [*self.slot_counts[1:], 0][phase]
 
-    def step(self, state: LoopState, *, fewer_slots: int) -> LoopState:
-        """Feed the last token of every slot, sample the next, and refill slots with an ended response.
+    def step(self, state: LoopState, *, phase: int, width: int) -> LoopState:
+        """Feed every slot's last token and drafts, `width` in all, and refill slots with an ended response.
 
-        The phase ends once the next one's `fewer_slots` can hold all remaining responses.
+        A slot takes the samples up to the first that differs from its draft, and up to an EOS.
         """
         state = self._with_pages(state)
-        n, slots = self.queue.shape[0], state.slots
-        active, responses = slots.positions < n, self._responses(slots.positions)
-        aligned = self.aligned and len(active) == self.slots  # until slots move together
-        fed = DecodeSlots(responses, jnp.where(active, slots.lengths, 0), aligned=aligned)
+        slots, held, Q = state.slots, self._held(state), width
+        tokens, count = slots.last_tokens[:, None], jnp.zeros_like(slots.lengths)
+        if state.drafts is not None:
+            tokens = jnp.concatenate([tokens, state.drafts.tokens[:, : Q - 1]], axis=1)
+            count = jnp.minimum(state.drafts.count, Q - 1)
+        B, place = len(tokens), jnp.arange(Q)[None]
+        fed, following = held.active[:, None] & (place <= count[:, None]), slots.lengths[:, None] + place
+        given = DecodeSlots(held.responses, jnp.where(fed, following, 0), aligned=held.aligned)
         prompts, kv = self.prefilled.prompts, self.prefilled.prompt_kv
-        cache = Cache(kv.k, kv.v, prompts.lengths, state.k, state.v, state.pages.table, n // kv.k.shape[1])
-        output, cache = self.model.decode(slots.last_tokens, fed, cache)
-        logits = constrain(output.logits[:, 0], "batch", "vocab")
-        keys = token_keys(self.keys if aligned else self.keys[responses], slots.lengths)
-        sampled = SampledTokens(*draw(keys, logits, self.sampling))
-        routes = moe.record(output.routes, active[:, None], self.model.config, logprobs=kv.routes.logprobs is not None)
-        new = StepLog(sampled, jax.tree.map(lambda r: flatten_routes(r[:, 0]), routes))
+        group_size = self.queue.shape[0] // kv.k.shape[1]
+        cache = Cache(kv.k, kv.v, prompts.lengths, state.k, state.v, state.pages.table, group_size)
+        output, cache = self.model.decode(tokens, given, cache)
+        logits = constrain(output.logits.reshape(B * Q, -1), "batch", "vocab")
+        keys = self.keys if held.aligned else self.keys[held.responses]
+        drawn = draw(token_keys(jnp.repeat(keys, Q), following.reshape(-1)), logits, self.sampling)
+        sampled = SampledTokens(*(x.reshape(B, Q) for x in drawn))
+        routes = moe.record(output.routes, fed, self.model.config, logprobs=kv.routes.logprobs is not None)
+        eos, right = is_eos(sampled.tokens, self.stop.eos_ids), accepted(tokens[:, 1:], count, sampled.tokens)
+        taken = held.active[:, None] & (place <= right[:, None]) & (jnp.cumsum(eos, axis=1) - eos == 0)
+        advance = taken.sum(axis=1, dtype=jnp.int32)
+        new = StepLog(sampled, jax.tree.map(flatten_routes, routes), None if state.drafts is None else taken)
+        new = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), new)
         log = jax.tree.map(lambda rows, new: _written(rows, new, state.row), state.log, new)
-        lengths = jnp.where(active, slots.lengths + 1, slots.lengths)
-        ends = active & (is_eos(sampled.tokens, self.stop.eos_ids) | (lengths >= self.limits[responses]))
+        lengths = slots.lengths + advance
+        last = jnp.take_along_axis(sampled.tokens, jnp.maximum(advance - 1, 0)[:, None], axis=1)[:, 0]
+        ends = held.active & ((eos & taken).any(axis=1) | (lengths >= self.limits[held.responses]))
+        live = jnp.where(held.active, slots.lengths, 0).sum()
         state = dataclasses.replace(
             state,
-            slots=Slots(slots.positions, lengths, sampled.tokens),
+            slots=Slots(slots.positions, lengths, last),
             steps=state.steps + 1,
-            slot_steps=state.slot_steps + len(lengths),
-            filled=state.filled + fed.ages.sum() * (len(lengths) / (self.pool.pages * self.pool.columns)),
+            slot_steps=state.slot_steps + B,
+            filled=state.filled + live * (B / (self.pool.pages * self.pool.columns)),
+            busy_steps=state.busy_steps + held.active.sum(dtype=jnp.int32),
+            drafted=state.drafted + jnp.where(held.active, count, 0).sum(dtype=jnp.int32),
+            accepted=state.accepted + jnp.maximum(advance - 1, 0).sum(dtype=jnp.int32),
+            drafts=state.drafts and state.drafts.with_new(held, sampled.tokens, taken),
             log=log,
-            row=state.row + 1,
+            row=state.row + Q,
             k=cache.k,
             v=cache.v,
         )
-        state = jax.lax.cond(state.row == len(log.sampled.tokens), self._collected, lambda s: s, state)
+        trials = None
+        if state.drafts is not None:
+            trials = state.drafts.trials(sampled.tokens, held.active)
+        full = state.row > len(log.sampled.tokens) - (1 + self.drafts)
+        state = jax.lax.cond(full, self._collected, lambda s: s, state)
         state = jax.lax.cond(ends.any(), self._end, lambda s, _: s, state, ends)
-        return dataclasses.replace(state, running=self._continues(state, fewer_slots))
+        return self._planned(state, phase, trials)
+
+    def _held(self, state: LoopState) -> Held:
+        slots = state.slots
+        aligned = self.aligned and len(slots.positions) == self.slots  # until slots move together
+        active = slots.positions < self.queue.shape[0]
+        return Held(self._responses(slots.positions), slots.lengths, active, aligned)
 
     def _responses(self, positions: Int[Array, " B"]) -> Int[Array, " B"]:
         """Return the responses at queue positions, any for n."""
         return self.queue[jnp.minimum(positions, self.queue.shape[0] - 1)]
 
-    def _continues(self, state: LoopState, fewer_slots: int) -> Bool[Array, ""]:
+    def _planned(
+        self, state: LoopState, phase: int, trials: tuple[Float[Array, ""], Float[Array, ""]] | None = None
+    ) -> LoopState:
+        """Decide whether the phase goes on, and with which drafts.
+
+        It ends once the next phase's slots can hold all remaining responses. Shards of an expert group agree, in one
+        all-reduce: all take the same steps.
+        """
         active = (state.slots.positions < self.queue.shape[0]).sum()
-        here = active + jnp.maximum(self.queue_length - state.next_position, 0) > fewer_slots
-        if self.enough is None:
-            return mesh_lib.any_shard(here, ("expert",))  # all take equally many steps
-        counts = jnp.stack([here.astype(jnp.int32), self.enough - state.num_ended])
-        waiting, missing = mesh_lib.sum_shards(counts, ("expert",))
-        return (waiting > 0) & (missing > 0)
+        here = active + jnp.maximum(self.queue_length - state.next_position, 0) > self._fewer(phase)
+        counts = [here.astype(jnp.int32), *([] if self.enough is None else [self.enough - state.num_ended])]
+        if state.drafts is None:
+            counts = mesh_lib.sum_shards(jnp.stack(counts), ("expert",))
+            return dataclasses.replace(state, running=(counts > 0).all())
+        drafts, widths = state.drafts, self.drafting.widths(len(state.slots.positions))
+        if len(widths) > 1:
+            drafts = self._drafted(state, drafts)
+        gained = drafts.gained(widths, state.slots.positions < self.queue.shape[0])
+        tried, right = trials or (jnp.zeros(()), jnp.zeros(()))
+        sums = jnp.concatenate([jnp.stack([*counts, tried, right]).astype(jnp.float32), gained])
+        sums = mesh_lib.sum_shards(sums, ("expert",))
+        tried, right, *_ = sums[len(counts) :]
+        drafts = drafts.remembered(tried, right)
+        width = self.drafting.best(widths, sums[len(counts) + 2 :], len(state.slots.positions))
+        running = (sums[: len(counts)] > 0).all()
+        return dataclasses.replace(state, running=running, drafts=dataclasses.replace(drafts, width=width))
+
+    def _drafted(self, state: LoopState, drafts: DraftState) -> DraftState:
+        """Draft what follows in every slot."""
+        held, n = self._held(state), self.queue.shape[0]
+        room = self.limits[held.responses] - 1 - held.lengths
+        if not self.is_whole:  # a draft takes no page
+            C = self.pool.columns
+            room = jnp.minimum(room, C - 1 - (held.lengths - 1) % C)
+        holds = (held.responses[None] == jnp.arange(n)[:, None]) & held.active[None]
+        known = jnp.where(holds.any(axis=1), jnp.where(holds, held.lengths[None], 0).sum(axis=1), state.buffer.lengths)
+        room, drafter = jnp.maximum(room, 0), self.drafting.drafter
+        return drafted(drafts, held, self.prefilled.prompts, known, room, drafter=drafter)
 
     def _end(self, state: LoopState, ends: Bool[Array, " B"]) -> LoopState:
         """Collect the responses that ended, and refill their slots."""

@@ -15,6 +15,7 @@ from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.rows import ROWS, shards
 from gspo_jax.rollout.decoder import prefilled_specs, shard_over_batch
+from gspo_jax.rollout.drafting import Drafting
 from gspo_jax.rollout.loop import Decoded, DecodeLoop, LoopState
 from gspo_jax.rollout.pages import Pool
 from gspo_jax.rollout.prefilled import Prefilled
@@ -43,6 +44,7 @@ class PolledDecode:
     """Over all devices."""
     pool: Pool
     min_ended: float
+    drafting: Drafting
     poll_steps: int
 
     def __call__(
@@ -78,7 +80,7 @@ class PolledDecode:
     ) -> Any:
         """Call `piece(loop, state)` per batch shard; the first has no state."""
         options: Any = {"sampling": self.sampling, "stop": self.stop, "min_ended": self.min_ended, "pool": self.pool}
-        options["slots"] = self.slots // shards()
+        options |= {"slots": self.slots // shards(), "drafting": self.drafting}
 
         def shard(weights: Weights, prefilled: Prefilled, keys: Any, limits: Any, state: Any, pools: Any) -> Any:
             loop = DecodeLoop(self.graph, weights, prefilled, keys, limits, **options)

@@ -23,6 +23,17 @@ class StepLog:
     """[rows, B]."""
     routes: RouterRecord
     """Routes of the tokens fed in the step, [rows, B, L·K]; see `flatten_routes`."""
+    taken: Bool[Array, "rows B"] | None = None
+    """True where a row's token is the response's; None: in all rows since the slot took its response."""
+
+    def of_slot(self, rows: Array, slot: Array) -> tuple[SampledTokens, RouterRecord, Array]:
+        """Return a slot's own tokens and routes, in order and first of all, and how many the first `rows` rows have."""
+        own = jax.tree.map(lambda x: x[:, slot], (self.sampled, self.routes))
+        if self.taken is None:
+            return *own, rows
+        taken = self.taken[:, slot] & (jnp.arange(len(self.taken)) < rows)
+        order = jnp.argsort(~taken, stable=True)
+        return *jax.tree.map(lambda x: x[order], own), taken.sum(dtype=jnp.int32)
 
 
 @struct.dataclass
@@ -69,18 +80,19 @@ class ResponseBuffer:
     ) -> "ResponseBuffer":
         """Copy in what the first `rows` rows of the log have of a slot's response, which is `length` tokens long.
 
-        Row r has the token `length - rows + r`, and the routes of the one before, which was fed in its step.
+        Of N own rows, row r has the token `length - N + r`, and the routes of the one before, which was fed for it.
         """
+        sampled, routes, rows = log.of_slot(rows, slot)
 
-        def put(old: Array, new: Array) -> Array:
+        def put(old: Array, own: Array) -> Array:
             """Copy from the first token that was not sampled earlier on. What follows the last is undefined."""
-            size, own = len(new), new[:, slot]
+            size = len(own)
             first = jnp.maximum(length - rows, prefix_length + 1)
             own = jax.lax.dynamic_slice(jnp.pad(own, (0, size)), (first - (length - rows),), (size,))
             return jax.lax.dynamic_update_slice(old, own[None], (response, first))
 
-        def put_blocks(old: Array, new: Array) -> Array:
-            size, own = len(new) + BLOCK, new[:, slot]
+        def put_blocks(old: Array, own: Array) -> Array:
+            size = len(own) + BLOCK
             first = jnp.maximum(length - rows - 1, prefix_length)
             block = first // BLOCK
             padded = jnp.pad(own, ((BLOCK, size), (0, 0)))
@@ -91,8 +103,8 @@ class ResponseBuffer:
             return jax.lax.dynamic_update_slice(old, merged.reshape(shape), at)
 
         return ResponseBuffer(
-            jax.tree.map(put, self.sampled, log.sampled),
-            jax.tree.map(put_blocks, self.routes, log.routes),
+            jax.tree.map(put, self.sampled, sampled),
+            jax.tree.map(put_blocks, self.routes, routes),
             jax.lax.dynamic_update_index_in_dim(self.lengths, length, response, 0),
         )
 

@@ -18,6 +18,7 @@ from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import decoder, polled
+from gspo_jax.rollout.drafting import NO_DRAFTS, Drafting
 from gspo_jax.rollout.loop import Decoded, DecodeStats
 from gspo_jax.rollout.pages import fitting, page_columns
 from gspo_jax.rollout.polled import PolledDecode
@@ -51,6 +52,7 @@ class Sampler:
         precision: Precision | None = None,
         cache_dtype: CacheDtype | None = None,
         shares_frozen: bool = False,
+        drafting: Drafting = NO_DRAFTS,
     ):
         """Create a sampler without weights; compiles nothing yet. For other arguments see `decoder`.
 
@@ -63,6 +65,7 @@ class Sampler:
           page: tokens per page of the pool; None: by `pages.default_columns`.
           poll_steps: decode steps between calls of `poll`; None: only before a sampling call.
           precision: rounds weights not declared float32.
+          drafting: what decoding drafts; no token depends on it.
           shares_frozen: use the trainer's frozen weights, already in this layout and dtype.
         """
         self._graph, self._shapes, self.shares_frozen = graph, shapes, shares_frozen
@@ -70,7 +73,7 @@ class Sampler:
         self._weights: Weights | None = None
         self._sampling, self._slots, self._router_logprobs = sampling, slots, router_logprobs
         self._poll_steps, self._cache_dtype = poll_steps, cache_dtype
-        self._pool_tokens = pool_tokens
+        self._pool_tokens, self._drafting = pool_tokens, drafting
         self.columns = page_columns(page, stop.max_length, mesh.devices.flat[0].platform)
         self.group_size, self.stop, self.mesh = group_size, stop, mesh
         self.copy_bytes = 0
@@ -102,6 +105,7 @@ class Sampler:
             "slots": own * shards,
             "pool": pool,
             "min_ended": min_ended,
+            "drafting": self._drafting,
         }
 
     def pieces(self, responses: int, min_ended: float = 1.0) -> PolledDecode | None:
@@ -184,7 +188,8 @@ class Sampler:
             raise ValueError("the sampler has no weights; call load first")
         self.poll()
         width = prompts.tokens.shape[1]
-        prompts = Prompts(prompts.tokens[:, : bucket(int(prompts.lengths.max()), width)], prompts.lengths)
+        cut = prompts.tokens[:, : bucket(int(prompts.lengths.max()), width)]
+        prompts = Prompts(cut, prompts.lengths, earlier=prompts.earlier)
         shards = mesh_lib.batch_shards(dict(self.mesh.shape))
         packed = None if prefix is None else pack(prompts, prefix, shards=shards, limit=self.stop.max_length)
         shapes = (prompts.tokens.shape, width, packed and packed.tokens.shape, limits is None, min_ended)

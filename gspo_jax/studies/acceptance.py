@@ -1,16 +1,16 @@
 """What drafts would have saved in given responses: a decode that knows them, step by step."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
-from gspo_jax.rollout.drafts import Drafter, Texts, accepted, newest_tokens, propose
+from gspo_jax.rollout.drafts import Drafter, Rows, accepted, newest_tokens, propose, readable
 
 POSITIONS = (0, 32, 128, 512, 2048)
 """Bounds of the response positions told apart."""
@@ -28,13 +28,13 @@ class Group:
     """Responses of earlier epochs, the newest first."""
 
 
-class Advances(NamedTuple):
-    """A decode's steps: one row per step, one column per response."""
+class _Steps(NamedTuple):
+    """A decode: one row per step, one column per response, -1 where a response takes no step."""
 
     position: Int[np.ndarray, "steps B"]
-    """Tokens of the response before the step; -1: it took no step."""
+    """Tokens of the response before the step."""
     advance: Int[np.ndarray, "steps B"]
-    """Tokens that the step added."""
+    """Tokens that the step adds."""
     drafted: Int[np.ndarray, "steps B"]
 
 
@@ -70,22 +70,18 @@ class Acceptance:
         }
 
 
-def measure(
-    groups: Sequence[Group], drafter: Drafter, drafts: int, *, together: int | None = None, least: int | None = None
-) -> Acceptance:
+def measure(groups: Sequence[Group], drafter: Drafter, drafts: int, *, together: int | None = None) -> Acceptance:
     """Decode known responses with drafts.
 
     Args:
       together: responses of a group decoded at a time, as slots allow; None: all.
-      least: newest tokens that have to occur for a draft; None: as in decoding.
 
     Raises:
       ValueError: there is no response of two tokens.
     """
     taken, gained, drafted, rows = [], [], [], []
-    options = {} if least is None else {"least": least}
     for part in _parts(groups, with_earlier=drafter == "history"):
-        found = _decode(part, drafter, drafts, together, options)
+        found = _decode(part, drafter, drafts, together)
         active = found.position >= 0
         taken.append(found.position[active])
         gained.append(found.advance[active])
@@ -116,12 +112,12 @@ def measure(
 class _Part(NamedTuple):
     """Groups of equally many responses, padded."""
 
-    prompts: Int[np.ndarray, "P S"]
-    prompt_lengths: Int[np.ndarray, " P"]
-    tokens: Int[np.ndarray, "P Q T"]
-    lengths: Int[np.ndarray, "P Q"]
-    earlier: Int[np.ndarray, "P H T"]
-    earlier_lengths: Int[np.ndarray, "P H"]
+    prompts: Int[Array, "P S"]
+    prompt_lengths: Int[Array, " P"]
+    tokens: Int[Array, "P Q T"]
+    lengths: Int[Array, "P Q"]
+    earlier: Int[Array, "P H T"]
+    earlier_lengths: Int[Array, "P H"]
 
 
 def _parts(groups: Sequence[Group], *, with_earlier: bool) -> Iterator[_Part]:
@@ -156,58 +152,40 @@ def _rounded(length: int) -> int:
     return max(16, 1 << (length - 1).bit_length())
 
 
-def _padded(rows: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, "n M"], Int[np.ndarray, " n"]]:
+def _padded(rows: Sequence[Sequence[int]]) -> tuple[Int[Array, "n M"], Int[Array, " n"]]:
     lengths = np.array(list(map(len, rows)), np.int32)
     tokens = np.zeros((len(rows), _rounded(int(lengths.max()))), np.int32)
     for row, (given, length) in enumerate(zip(rows, lengths, strict=True)):
         tokens[row, :length] = given
-    return tokens, lengths
+    return jnp.asarray(tokens), jnp.asarray(lengths)
 
 
-def _decode(part: _Part, drafter: Drafter, drafts: int, together: int | None, options: Mapping[str, int]) -> Advances:
-    step = _step(drafter, drafts, together, tuple(options.items()))
-    known, steps = jnp.minimum(part.lengths, 1), []
-    while (np.asarray(known) < part.lengths).any():
-        known, found = step(part, known)
-        steps.append(found)
-    if not steps:
-        return Advances(*(np.zeros((0, part.lengths.size), np.int32),) * 3)
-    return Advances(*map(np.stack, zip(*steps, strict=True)))
+def _decode(part: _Part, drafter: Drafter, drafts: int, together: int | None) -> _Steps:
+    known, found = jnp.minimum(part.lengths, 1), []
+    while (known < part.lengths).any():
+        known, *step = _step(part, known, drafter, drafts, together)
+        found.append(step)
+    none = np.zeros((0, part.lengths.size), np.int32)
+    return _Steps(*map(np.stack, zip(*found, strict=True))) if found else _Steps(none, none, none)
 
 
-@functools.cache
-def _step(drafter: Drafter, drafts: int, together: int | None, options: tuple[tuple[str, int], ...]):
-    @jax.jit
-    def step(part: _Part, known: Int[Array, "P Q"]) -> tuple[Array, Advances]:
-        active = known < part.lengths
-        if together is not None:
-            active &= jnp.cumsum(active, axis=1) <= together
-        newest = newest_tokens(part.prompts, part.prompt_lengths, part.tokens, known)
-        found = propose(newest, sources(part, known, active, drafter), drafts, **dict(options))
-        at = known[..., None] + jnp.arange(drafts)[None, None]
-        following = jnp.take_along_axis(part.tokens, jnp.minimum(at, part.tokens.shape[2] - 1), axis=2)
-        advance = jnp.minimum(1 + accepted(found.tokens, found.count, following), part.lengths - known)
-        return (
-            known + jnp.where(active, advance, 0),
-            Advances(*(jnp.where(active, x, -1).reshape(-1) for x in (known, advance, found.count))),
-        )
-
-    return step
-
-
-def sources(part: _Part, known: Int[Array, "P Q"], active: Bool[Array, "P Q"], drafter: Drafter) -> list[Texts]:
-    """Return what the drafter reads after `known` tokens of each response."""
-    P, Q = known.shape
-    if drafter == "none":
-        return [Texts(part.prompts[:, None], jnp.zeros((P, Q, 1), jnp.int32))]
-    own = jnp.eye(Q, dtype=bool)[None]
-    started = active | (known > 1)
-    lengths = jnp.broadcast_to(jnp.where(started, known, 0)[:, None], (P, Q, Q))
-    found = [
-        Texts(part.tokens, jnp.where(own, lengths, 0) if drafter == "own" else lengths),
-        Texts(part.prompts[:, None], jnp.broadcast_to(part.prompt_lengths[:, None, None], (P, Q, 1))),
-    ]
-    if drafter == "history":
-        H = part.earlier.shape[1]
-        found.append(Texts(part.earlier, jnp.broadcast_to(part.earlier_lengths[:, None], (P, Q, H))))
-    return found
+@functools.partial(jax.jit, static_argnames=("drafter", "drafts", "together"))
+def _step(
+    part: _Part, known: Int[Array, "P Q"], drafter: Drafter, drafts: int, together: int | None
+) -> tuple[Array, Array, Array, Array]:
+    """Return the tokens known after a step, and the step's row of each field of `_Steps`."""
+    active = known < part.lengths
+    if together is not None:
+        active &= jnp.cumsum(active, axis=1) <= together
+    begun = jnp.where(active | (known > 1), known, 0)
+    earlier = Rows(part.earlier, part.earlier_lengths)
+    starts = Rows(part.prompts[:, None], part.prompt_lengths[:, None])
+    own = jnp.eye(known.shape[1], dtype=bool)[None]
+    sources = readable(drafter, own, starts, Rows(part.tokens, begun), earlier)
+    newest = newest_tokens(part.prompts, part.prompt_lengths, part.tokens, known)
+    found = propose(newest, sources, drafts)
+    at = known[..., None] + jnp.arange(drafts)[None, None]
+    following = jnp.take_along_axis(part.tokens, jnp.minimum(at, part.tokens.shape[2] - 1), axis=2)
+    advance = jnp.minimum(1 + accepted(found.tokens, found.count, following), part.lengths - known)
+    position, advance, count = (jnp.where(active, x, -1) for x in (known, advance, found.count))
+    return known + jnp.maximum(advance, 0), position.reshape(-1), advance.reshape(-1), count.reshape(-1)

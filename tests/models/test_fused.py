@@ -77,7 +77,7 @@ def step(config, sizes, monkeypatch, *, adapters=None, base="trained", cache_dty
     def one(weights, rows, prompts, pools):
         tokens, responses, ages, lengths, table = rows
         cache = Cache(*prompts, lengths, *pools, table, GROUP)
-        out, cache = weights.model(graph).decode(tokens, DecodeSlots(responses, ages), cache)
+        out, cache = weights.model(graph).decode(tokens[:, None], DecodeSlots(responses, ages[:, None]), cache)
         return out.logits, out.routes, (cache.k, cache.v)
 
     def run():

@@ -1,0 +1,202 @@
+"""Drafts change no response: tokens, experts and ends are those of the decoder without them, in fewer steps."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax.models import transformer
+from gspo_jax.parallel import hosts
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rollout import decoder
+from gspo_jax.rollout.decoder import make_reshard, response_keys
+from gspo_jax.rollout.drafting import Drafting
+from gspo_jax.rollout.pages import Pool
+from gspo_jax.rollout.polled import PolledDecode
+from gspo_jax.rollout.sampling import SamplingParams, StopRule
+from gspo_jax.types import Earlier, Prompts, Weights
+from tests.tiny import CONFIG, EIGHT, generate, mesh_id, mostly_slow, params, place, prompts, weights
+
+GRAPH, _SHAPES = transformer.abstract(CONFIG)
+SHAPES = Weights.full(_SHAPES)
+ALWAYS = 10**9
+"""Fixed rows of a machine on which the widest step costs as much as any."""
+SETTINGS = {
+    "sampling": SamplingParams(),
+    "stop": StopRule(max_length=40, eos_ids=(3,)),
+    "router_logprobs": True,
+}
+LIMITS = jnp.asarray(np.random.default_rng(0).integers(1, 41, 32), jnp.int32)
+
+
+def decode(batch=None, *, seed=0, **changes):
+    """Return 32 responses in groups of 4, each with its own limit."""
+    keys = response_keys(jax.random.key(seed + 1), jnp.arange(32))
+    given = SETTINGS | {"limits": LIMITS} | changes
+    return jax.device_get(generate(GRAPH, weights(), batch or prompts(seed=seed), keys, **given))
+
+
+def remembered(rollout, *, wrong, seed=0):
+    """Return prompts with two earlier responses each: the first two of the group, some tokens of which are wrong."""
+    random, T = np.random.default_rng(seed), rollout.tokens.shape[1]
+    tokens, lengths = (x.reshape(8, 4, *x.shape[1:])[:, :2] for x in (rollout.tokens, rollout.mask.sum(axis=1)))
+    noise = random.integers(4, 64, tokens.shape)
+    tokens = np.where(random.random(tokens.shape) < wrong, noise, tokens)
+    assert tokens.shape == (8, 2, T)
+    earlier = Earlier(jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32))
+    return dataclasses.replace(prompts(seed=seed), earlier=earlier)
+
+
+def same(found, expected):
+    """Assert equal tokens and experts, and log-probs equal up to the rounding of float32 sums in another order."""
+    for name in ("tokens", "mask", "action_mask", "truncated"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    np.testing.assert_array_equal(found.routes.experts, expected.routes.experts)
+    for a, b in (
+        (found.logprobs, expected.logprobs),
+        (found.behaviour_logprobs, expected.behaviour_logprobs),
+        (found.routes.logprobs, expected.routes.logprobs),
+    ):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+CASES = [(slots, drafts) for slots in (None, 8, 5, 1) for drafts in (1, 2, 3, 4, 8)]
+
+
+@pytest.mark.parametrize(("slots", "drafts"), mostly_slow(CASES, always=[(None, 3), (8, 3)]))
+def test_drafts_change_no_response(slots, drafts):
+    expected = decode(slots=slots)
+    batch = remembered(expected.rollout, wrong=0.1)
+    found = decode(batch, slots=slots, drafting=Drafting("history", drafts, ALWAYS))
+    same(found.rollout, expected.rollout)
+    assert not found.unfinished.any()
+    stats, before = found.stats, expected.stats
+    assert stats.decode_tokens == before.decode_tokens == stats.busy_steps + stats.accepted
+    assert 0 < stats.accepted < stats.drafted and stats.steps <= before.steps
+
+
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "cold": SamplingParams(temperature=0.2),
+    "truncated": SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01),
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow(SAMPLINGS, always=["greedy"]))
+@pytest.mark.parametrize("drafter", mostly_slow(["own", "group", "history"], always=["group"]))
+def test_nor_under_other_distributions(name, drafter):
+    settings = {"sampling": SAMPLINGS[name], "slots": 8}
+    expected = decode(**settings)
+    batch = remembered(expected.rollout, wrong=0.1) if drafter == "history" else None
+    found = decode(batch, **settings, drafting=Drafting(drafter, 3, ALWAYS))
+    same(found.rollout, expected.rollout)
+    assert found.stats.drafted > 0 and (found.stats.accepted > 0 or drafter != "history")
+
+
+@pytest.mark.parametrize(
+    ("pool", "min_ended"), mostly_slow([(Pool(8, 40), 1.0), (Pool(8, 24), 0.75)], always=[(Pool(8, 24), 0.75)])
+)
+def test_nor_where_pages_are_few(pool, min_ended):
+    """A draft takes no page: what is set aside, and when, may differ, but no token of what is sampled."""
+    whole = decode(slots=8).rollout
+    settings = {"slots": 8, "pool": pool, "min_ended": min_ended}
+    found, unfinished, stats = decode(remembered(whole, wrong=0.1), **settings, drafting=Drafting("history", 3, ALWAYS))
+    np.testing.assert_array_equal(found.tokens, np.where(found.mask, whole.tokens, 0))
+    np.testing.assert_allclose(found.logprobs, np.where(found.mask, whole.logprobs, 0), atol=1e-6)
+    known = (found.routes.experts >= 0).all(axis=(2, 3))
+    np.testing.assert_array_equal(found.routes.experts[known], whole.routes.experts[known])
+    ended = found.mask.sum(axis=1) == whole.mask.sum(axis=1)
+    np.testing.assert_array_equal(unfinished, ~ended)
+    assert ended.sum() >= 24 and stats.accepted > 0
+    assert min_ended < 1 or ended.all()
+
+
+@pytest.mark.slow
+def test_nor_with_keys_and_values_in_int8():
+    settings = {"slots": 8, "cache_dtype": "int8"}
+    expected = decode(**settings).rollout
+    found = decode(remembered(expected, wrong=0.1), **settings, drafting=Drafting("history", 3, ALWAYS))
+    same(found.rollout, expected)
+    assert found.stats.accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "slots"),
+    mostly_slow([(EIGHT, 16), ({"fsdp": 8}, None), ({"expert": 4, "tensor": 2}, 16)], always=[(EIGHT, 16)]),
+    ids=lambda x: mesh_id(x) if isinstance(x, dict) else str(x),
+)
+def test_nor_on_eight_devices(sizes, slots):
+    expected = decode(slots=slots).rollout
+    given = remembered(expected, wrong=0.1)
+    mesh = mesh_lib.make_mesh(sizes)
+    with jax.set_mesh(mesh):
+        copy = make_reshard(SHAPES, mesh, jnp.float32)(Weights.full(place(params(), mesh)))
+        batch, numbers, limits = hosts.shard_rows(mesh, (given, np.arange(32), np.asarray(LIMITS)))
+        keys = response_keys(jax.random.key(1), numbers)
+        options = SETTINGS | {"slots": slots, "limits": limits, "drafting": Drafting("history", 3, ALWAYS)}
+        found = jax.device_get(generate(GRAPH, copy, batch, keys, **options))
+    same(found.rollout, expected)
+    assert found.stats.accepted.sum() > 0
+    steps = found.stats.steps.reshape(-1, sizes.get("expert", 1))
+    assert (steps == steps[:, :1]).all(), "shards of one expert group take the same number of steps"
+
+
+def test_wide_steps_are_taken_where_they_pay():
+    """With right drafts and free rows every step is wide; with wrong ones, or rows that cost, few or none are."""
+    expected = decode(slots=8)
+    right, wrong = (remembered(expected.rollout, wrong=share) for share in (0.0, 1.0))
+    free, dear = Drafting("history", 3, 200), Drafting("history", 3, 0)
+    assert dear.widths(8) == (1,) and free.widths(8) == (1, 2, 4)
+    steps = {name: decode(batch, slots=8, drafting=free).stats for name, batch in (("right", right), ("wrong", wrong))}
+    assert steps["right"].steps < 0.8 * expected.stats.steps
+    assert steps["wrong"].drafted < 0.5 * steps["right"].drafted
+    assert decode(right, slots=8, drafting=dear).stats.drafted == 0
+
+
+@pytest.mark.slow
+def test_two_thousand_random_cases():
+    """Other weights, prompts, keys and drafts each time: not one token or expert differs."""
+    stop, sampling = StopRule(max_length=12, eos_ids=(3,)), SamplingParams(temperature=0.5)
+    options = {"sampling": sampling, "stop": stop, "slots": 4, "router_logprobs": True}
+    drafting, G = Drafting("history", 3, ALWAYS), 2
+    accepted = 0
+    for case in range(2000):
+        random = np.random.default_rng(case)
+        scale = random.uniform(0.5, 4.0)
+        scaled = jax.tree.map(functools.partial(jnp.multiply, scale), weights())
+        tokens, lengths = random.integers(4, 64, (4, 6)), random.integers(1, 7, 4)
+        batch = Prompts(jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32))
+        keys, limits = (
+            response_keys(jax.random.key(case), jnp.arange(8)),
+            jnp.asarray(random.integers(1, 13, 8), jnp.int32),
+        )
+        expected = jax.device_get(generate(GRAPH, scaled, batch, keys, limits=limits, **options)).rollout
+        drafts = np.where(random.random((4, G, 12)) < 0.2, 5, expected.tokens.reshape(4, G, 12))
+        known = expected.mask.sum(axis=1).reshape(4, G)
+        batch = dataclasses.replace(
+            batch, earlier=Earlier(jnp.asarray(drafts, jnp.int32), jnp.asarray(known, jnp.int32))
+        )
+        found = jax.device_get(generate(GRAPH, scaled, batch, keys, limits=limits, drafting=drafting, **options))
+        same(found.rollout, expected)
+        accepted += int(found.stats.accepted.sum())
+    assert accepted > 2000
+
+
+@pytest.mark.slow
+def test_coming_back_to_the_host_changes_no_bit():
+    expected = decode(slots=8).rollout
+    batch, keys = remembered(expected, wrong=0.1), response_keys(jax.random.key(1), jnp.arange(32))
+    prefilled = decoder.prefill(GRAPH, weights(), batch, keys, sampling=SETTINGS["sampling"], router_logprobs=True)
+    options = {"sampling": SETTINGS["sampling"], "stop": SETTINGS["stop"], "slots": 8, "pool": Pool(40, 8)}
+    options |= {"min_ended": 1.0, "drafting": Drafting("history", 3, ALWAYS)}
+    inputs = weights(), prefilled, keys, LIMITS
+    once = decoder.decode(GRAPH, *inputs, **options, prompt_length=batch.tokens.shape[1])
+    pieces = PolledDecode(graph=GRAPH, **options, poll_steps=8)
+    polls = []
+    found = pieces(*inputs, prompt_length=batch.tokens.shape[1], poll=lambda: polls.append(1))
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((found, once)))
+    assert len(polls) > 2
+    same(jax.device_get(found.rollout), expected)
