@@ -12,6 +12,7 @@ from ml_collections.config_dict import placeholder
 from gspo_jax import objectives
 from gspo_jax.data.templates import CLOCK
 from gspo_jax.objectives import mismatch
+from gspo_jax.rollout.drafts import MOST
 
 
 def base() -> ConfigDict:
@@ -112,6 +113,10 @@ def base() -> ConfigDict:
     config.sampling.pool_tokens = placeholder(int)
     # Tokens per page. None: an eighth of the longest response, at least 64; on TPU 128 or 256.
     config.sampling.page = placeholder(int)
+    # Draft tokens that decode steps check several at a time; no token depends on it. "own": copied from the prompt and
+    # the response, "group": also from the group's other responses. "none": one token per step.
+    config.sampling.draft = "none"
+    config.sampling.draft_tokens = 3  # maximum drafts per step, 1 to 8; fewer where they do not pay
     config.sampling.mesh = ConfigDict()  # sampler mesh on the trainer's devices. All 0: as `mesh`. Otherwise 0 means 1
     config.sampling.mesh.update({"data": 0, "fsdp": 0, "expert": 0, "tensor": 0})
     config.sampling.partial = ConfigDict()  # unfinished responses resume in the next sampling call
@@ -349,6 +354,8 @@ RANGES = {
     "sampling.slots": COUNT,
     "sampling.pool_tokens": COUNT,
     "sampling.page": COUNT,
+    "sampling.draft": _one_of("none", "own", "group"),
+    "sampling.draft_tokens": _from_to(1, MOST),
     **{f"sampling.mesh.{axis}": SAMPLER_AXIS for axis in ("data", "fsdp", "expert", "tensor")},
     "sampling.partial.prompts": COUNT,
     "sampling.partial.share": FRACTION_ABOVE_0,
@@ -396,6 +403,7 @@ MAY_CHANGE = (
     "sampling.slots",
     "sampling.pool_tokens",
     "sampling.page",
+    "sampling.draft",
     "model.dispatch",
     "model.remat",
     "training.row_tokens",

@@ -282,6 +282,7 @@ def make_sampler(
         precision=config.sampling.weights_dtype or None,
         cache_dtype=config.sampling.cache_dtype or None,
         shares_frozen=_shares_frozen(config, made, meshes),
+        drafting=players.make_drafting(config),
     )
 
 

@@ -288,11 +288,26 @@ class SamplerStats:
     decode_tokens: int = 0
     sampled_tokens: int = 0
     """Including each response's first token, sampled by prefill."""
+    busy_steps: int = 0
+    """Slot-steps that sampled a token, or several by drafts."""
+    drafted: int = 0
+    accepted: int = 0
+    """Drafts fed, and of these right ones."""
 
     @property
     def occupancy(self) -> float:
         """Fraction of slot-steps that sampled a token; 1 before any decode step."""
-        return self.decode_tokens / self.slot_steps if self.slot_steps else 1.0
+        return self.busy_steps / self.slot_steps if self.slot_steps else 1.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a slot with a response samples in a step; 1 without drafts."""
+        return self.decode_tokens / self.busy_steps if self.busy_steps else 1.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the drafts fed that were right; 0 without any."""
+        return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def pool(self) -> float:

@@ -226,6 +226,9 @@ class Sampler:
             filled=stats.filled + float(work.filled.sum()),
             decode_tokens=stats.decode_tokens + int(work.decode_tokens.sum()),
             sampled_tokens=stats.sampled_tokens + int(work.sampled_tokens.sum()),
+            busy_steps=stats.busy_steps + int(work.busy_steps.sum()),
+            drafted=stats.drafted + int(work.drafted.sum()),
+            accepted=stats.accepted + int(work.accepted.sum()),
         )
 
 

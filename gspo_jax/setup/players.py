@@ -11,6 +11,7 @@ from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import UserError
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.rewards.replies import Replies
+from gspo_jax.rollout.drafting import NO_DRAFTS, Drafting
 from gspo_jax.rollout.episodes import Buffer, Episodes, Player, Reply
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import SamplingParams, StopRule
@@ -24,6 +25,12 @@ def make_sampling(config: ConfigDict) -> SamplingParams:
         return SamplingParams(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
     except UserError as error:
         raise UserError(f"sampling.{error}") from None
+
+
+def make_drafting(config: ConfigDict) -> Drafting:
+    """Return what decoding drafts."""
+    drafter = config.sampling.draft
+    return NO_DRAFTS if drafter == "none" else Drafting(drafter, config.sampling.draft_tokens)
 
 
 def keeps_router_logprobs(config: ConfigDict, model: ModelConfig) -> bool:
