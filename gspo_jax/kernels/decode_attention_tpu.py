@@ -1,9 +1,10 @@
-"""Decode attention of slots on TPU: a slot's prompt, its own pages and its newest token in one softmax.
+"""Decode attention of slots on TPU: a slot's prompt, its own pages and its newest tokens in one softmax.
 
 The grid visits live blocks alone, slot after slot: a prompt's blocks, then groups of own pages, which lie anywhere in
 the pool. A visit reads about 1 MiB of keys and values, 0.4 µs on v5p and 1.3 on v5e, as starting one takes about 0.35;
-where pages are smaller, several at once. A slot's last visit adds its newest token, and writes it to its page: the tile
-that holds the column is read ahead, changed in VMEM and copied back.
+where pages are smaller, several at once. A slot's last visit adds the tokens of this step, each seen by its own query
+and later ones, and writes them to their pages: the tile that holds the first is read ahead, changed in VMEM and copied
+back. A second tile holds no older token, and is only written.
 
 The pool is one operand, aliased to a result, and the kernel copies pages itself: of an aliased operand given twice, for
 blocks to be copied from, the compiler makes a copy.
@@ -78,6 +79,8 @@ class Visits:
     """Columns of the prompt."""
     own: Int[Array, " B"]
     """Columns of the slot before this step's."""
+    fed: Int[Array, " B"]
+    """Columns of this step."""
     table: Int[Array, "B W"]
     """Pages of the slots."""
 
@@ -89,13 +92,14 @@ class Visits:
         pool: KV,
         table: Int[Array, "B W"],
         chosen: Int[Array, " B"],
-        ages: Int[Array, " B"],
+        ages: Int[Array, "B Q"],
     ) -> "Visits":
-        """List the visits of slots of prompts `chosen` whose responses have `ages` tokens, 0 if idle."""
+        """List the visits of slots of prompts `chosen`, with `ages` as in `DecodeSlots`."""
         (B, W), sizes = table.shape, _Sizes.of(prompts, pool, table.shape[1])
-        seen, own = lengths[chosen].astype(jnp.int32), jnp.maximum(ages - 1, 0).astype(jnp.int32)
+        seen, own = lengths[chosen].astype(jnp.int32), jnp.maximum(ages[:, 0] - 1, 0).astype(jnp.int32)
+        fed = (ages > 0).sum(axis=1, dtype=jnp.int32)
         count = _cdiv(seen, sizes.prompt) + _cdiv(own, sizes.pages * sizes.page)
-        count = jnp.where(ages > 0, jnp.maximum(count, 1), 0)
+        count = jnp.where(fed > 0, jnp.maximum(count, 1), 0)
         # Of slots in a row with one prompt, whose only block stays in VMEM, the first one fetches it.
         order = jnp.argsort(chosen, stable=False).astype(jnp.int32)
         count = count[order]
@@ -111,7 +115,7 @@ class Visits:
         begins, stops = jnp.stack([0 * total, middle]), jnp.stack([middle, total])
         if cores() == 1:
             begins, stops = begins[:1], stops[1:]
-        return cls(slot, number, begins, stops, chosen.astype(jnp.int32), seen, own, table.astype(jnp.int32))
+        return cls(slot, number, begins, stops, chosen.astype(jnp.int32), seen, own, fed, table.astype(jnp.int32))
 
 
 def _cdiv(a: Any, b: int) -> Any:
@@ -192,13 +196,19 @@ def _stored(x: Float[Array, "Kv h"], scaled: bool) -> tuple[Array, Any]:
     return jnp.round(x / jnp.where(scale > 0, scale, 1.0)), scale
 
 
+def _new(heads: Any, first: int, keys: int, row: Any, scaled: bool) -> list[tuple[Array, Any]]:
+    """Return a token's keys and values, [Kv, h] with scales, as the cache stores them."""
+    rows = [heads[first + n * keys : first + (n + 1) * keys, pl.ds(row, 1), :] for n in range(2)]
+    return [_stored(x.reshape(keys, -1), scaled) for x in rows]
+
+
 class _Buffers(NamedTuple):
     """A pool's keys or values in VMEM, for two visits, with scales if in int8."""
 
     pages: Any
     """[2, n, Kv, C, h]."""
     tile: Any
-    """[2, Kv, t, h], with scales of a whole page."""
+    """[2, tiles, Kv, t, h], with scales of a whole page."""
 
 
 def _kernel(
@@ -210,6 +220,7 @@ def _kernel(
     prompts: Any,
     seen: Any,
     own: Any,
+    fed: Any,
     table: Any,
     heads: Any,
     prompt: Any,
@@ -226,13 +237,15 @@ def _kernel(
     *,
     sizes: _Sizes,
     slot_pages: int,
+    queries: int,
 ) -> None:
     del prompts, given
     core, i = pl.program_id(0), pl.program_id(1)
     scalars = slot, number, begins, ends, seen, own, sizes
     at, b2 = _At.of(core, i, *scalars), jax.lax.rem(i, 2)
-    (Kv, g, h), b, C = q.shape, at.slot, sizes.page
+    (Kv, _, h), b, C, g = q.shape, at.slot, sizes.page, q.shape[1] // queries
     sums = total, highest, weight
+    tiles, height = _pieces(buffers[0].tile).values.shape[1], _pieces(buffers[0].tile).values.shape[3]
     scaled = isinstance(buffers[0].tile, ScaledKV)
 
     def page_copies(here: _At, n: int, buffer: Any) -> list[Any]:
@@ -244,28 +257,44 @@ def _kernel(
             for source, target in zip(jax.tree.leaves(pool), jax.tree.leaves(own.pages), strict=True)
         ]
 
-    def tile_copies(here: _At, buffer: Any, *, back: bool) -> list[Any]:
-        column = own[here.slot]
-        where = layer[0], table[here.slot * slot_pages + column // C]
+    def tile_copies(here: _At, buffer: Any, *, back: bool, tile: int = 0, kinds: Sequence[int] = (0, 1)) -> list[Any]:
+        """Return the copies of a tile's columns (kind 0), and of the scales of its page (kind 1)."""
+        column = (own[here.slot] // height + tile) * height
+        where = layer[0], table[here.slot * slot_pages + jnp.minimum(column // C, slot_pages - 1)]
         found = []
         for pool, own_buffers in zip(pools, buffers, strict=True):
-            (values, scales), (tile, beside) = _pieces(pool), _pieces(own_buffers.tile)
-            height = tile.shape[2]
-            start = pl.multiple_of(jax.lax.rem(column, C) // height * height, height)
-            ends = [(values.at[(*where, slice(None), pl.ds(start, height))], tile.at[buffer])]
+            (values, scales), (held, beside) = _pieces(pool), _pieces(own_buffers.tile)
+            start = pl.multiple_of(jax.lax.rem(column, C), height)
+            ends = [(values.at[(*where, slice(None), pl.ds(start, height))], held.at[buffer, tile])]
             if scales is not None and beside is not None:
-                ends.append((scales.at[where], beside.at[buffer]))
-            for end in ends:
+                ends.append((scales.at[where], beside.at[buffer, tile]))
+            for end in (ends[kind] for kind in kinds if kind < len(ends)):
                 source, target = reversed(end) if back else end
                 found.append(pltpu.make_async_copy(source, target, done.at[2 if back else 1, buffer]))
         return found
 
+    def second(here: _At) -> tuple[Any, Any]:
+        """Return whether a slot's new columns reach a second tile, and a second page."""
+        column = own[here.slot]
+        reaches = jax.lax.rem(column, height) + fed[here.slot] > height
+        return reaches, reaches & (jax.lax.rem(column // height + 1, C // height) == 0)
+
     def written(buffer: Any) -> None:
+        """Wait for what `pending` counts: a tile with its scales, a second tile, its scales."""
+
         @pl.when(pending[buffer] > 0)
         def _() -> None:
             for copy in tile_copies(at, buffer, back=True):
                 copy.wait()
-            pending[buffer] = 0
+
+        for kind in range(2) if tiles > 1 else ():
+
+            @pl.when(pending[buffer] > 1 + kind)
+            def _(kind: int = kind) -> None:
+                for copy in tile_copies(at, buffer, back=True, kinds=(kind,)):
+                    copy.wait()
+
+        pending[buffer] = 0
 
     def each(here: _At, buffer: Any, act: Any) -> None:
         """Act on the copies that a visit waits for."""
@@ -306,7 +335,9 @@ def _kernel(
     @pl.when(at.valid & (at.number == 0))
     def _() -> None:
         for head in range(Kv):
-            q[head] = heads[head * g : (head + 1) * g, pl.ds(b, 1), :].reshape(g, h).astype(q.dtype)
+            for j in range(queries):
+                own_heads = heads[head * g : (head + 1) * g, pl.ds(b * queries + j, 1), :]
+                q[head, j * g : (j + 1) * g, :] = own_heads.reshape(g, h).astype(q.dtype)
         total[...] = jnp.zeros_like(total)
         highest[...] = jnp.full_like(highest, _MASKED / 10)
         weight[...] = jnp.zeros_like(weight)
@@ -331,31 +362,53 @@ def _kernel(
 
     @pl.when(at.valid & at.last)
     def _() -> None:
-        first = Kv * g
-        new = [heads[first + n * Kv : first + (n + 1) * Kv, pl.ds(b, 1), :].reshape(Kv, h) for n in range(2)]
-        (k, k_scale), (v, v_scale) = (_stored(x, scaled) for x in new)
+        query = jax.lax.broadcasted_iota(jnp.int32, (queries * g, 1), 0) // g
+        new = [_new(heads, Kv * g, Kv, b * queries + j, scaled) for j in range(queries)]
         for head in range(Kv):
-            score = jnp.sum(q[head].astype(jnp.float32) * k[head : head + 1], axis=1, keepdims=True) * h**-0.5
-            score = score if k_scale is None else score * k_scale[head : head + 1]
-            before = highest[head][:, :1]
-            most = jnp.maximum(before, score)
-            factor, p = jnp.exp(before - most), jnp.exp(score - most)
-            value = v[head : head + 1] if v_scale is None else v[head : head + 1] * v_scale[head : head + 1]
-            found = (total[head] * factor + p * value) / (weight[head][:, :1] * factor + p)
-            out[head * g : (head + 1) * g, :] = found.astype(q.dtype).astype(jnp.float32)
-        row = jax.lax.rem(own[b], C)
-        for own_buffers, values, scale in zip(buffers, (k, v), (k_scale, v_scale), strict=True):
-            tile, scales = _pieces(own_buffers.tile)
-            height = tile.shape[2]
-            here = jax.lax.broadcasted_iota(jnp.int32, (Kv, height, h), 1) == jax.lax.rem(row, height)
-            changed = jnp.where(here, values[:, None], tile[b2].astype(jnp.float32))
-            tile[b2] = (changed.astype(jnp.int32) if scaled else changed).astype(tile.dtype)
-            if scales is not None and scale is not None:
-                here = jax.lax.broadcasted_iota(jnp.int32, (Kv, C), 1) == row
-                scales[b2] = jnp.where(here, scale, scales[b2])
+            out_sum, most, weights = total[head], highest[head][:, :1], weight[head][:, :1]
+            for j, ((k, k_scale), (v, v_scale)) in enumerate(new):
+                score = jnp.sum(q[head].astype(jnp.float32) * k[head : head + 1], axis=1, keepdims=True) * h**-0.5
+                score = score if k_scale is None else score * k_scale[head : head + 1]
+                if queries > 1:
+                    score = jnp.where((query >= j) & (j < fed[b]), score, _MASKED)
+                before, most = most, jnp.maximum(most, score)
+                factor, p = jnp.exp(before - most), jnp.exp(score - most)
+                value = v[head : head + 1] if v_scale is None else v[head : head + 1] * v_scale[head : head + 1]
+                out_sum, weights = out_sum * factor + p * value, weights * factor + p
+            found = (out_sum / weights).astype(q.dtype).astype(jnp.float32)
+            for j in range(queries):
+                out[j, head * g : (head + 1) * g, :] = found[j * g : (j + 1) * g]
+        offset, column = jax.lax.rem(own[b], height), jax.lax.rem(own[b], C)
+        for kind, own_buffers in enumerate(buffers):
+            held, scales = _pieces(own_buffers.tile)
+            for tile in range(tiles):
+                row = jax.lax.broadcasted_iota(jnp.int32, (Kv, height, h), 1) + tile * height
+                changed = held[b2, 0].astype(jnp.float32) if tile == 0 else jnp.zeros(row.shape)
+                for j, pair in enumerate(new):
+                    here = row == offset + j
+                    here = here & (j < fed[b]) if queries > 1 else here
+                    changed = jnp.where(here, pair[kind][0][:, None], changed)
+                held[b2, tile] = (changed.astype(jnp.int32) if scaled else changed).astype(held.dtype)
+                if scales is None:
+                    continue
+                place = jax.lax.broadcasted_iota(jnp.int32, (Kv, C), 1) + tile * C
+                changed = scales[b2, 0] if tile == 0 else jnp.zeros(place.shape)
+                for j, pair in enumerate(new):
+                    here = place == column + j
+                    here = here & (j < fed[b]) if queries > 1 else here
+                    changed = jnp.where(here, pair[kind][1], changed)
+                scales[b2, tile] = changed
         for copy in tile_copies(at, b2, back=True):
             copy.start()
         pending[b2] = 1
+        if tiles > 1:
+            for kind, needed in enumerate(second(at)):
+
+                @pl.when(needed)
+                def _(kind: int = kind) -> None:
+                    for copy in tile_copies(at, b2, back=True, tile=1, kinds=(kind,)):
+                        copy.start()
+                    pending[b2] = 2 + kind
 
     @pl.when(i == pl.num_programs(1) - 1)
     def _() -> None:
@@ -364,7 +417,7 @@ def _kernel(
 
 
 def paged_attention(
-    heads: Float[Array, "J B h"],
+    heads: Float[Array, "J BQ h"],
     prompt: tuple[KV, KV],
     pools: tuple[KV, KV],
     visits: Visits,
@@ -373,24 +426,26 @@ def paged_attention(
     dtype: Any,
     interpret: bool = False,
 ) -> tuple[Float[Array, "b H h"], tuple[KV, KV]]:
-    """Return the attention of each slot's queries, and the pools with its newest keys and values.
+    """Return the attention of each slot's Q queries, and the pools with its newest keys and values.
 
-    The output, in float32, is rounded to `dtype`. It has one row more than there are slots; that row, and those of idle
-    slots, are undefined.
+    The output, in float32, is rounded to `dtype`. It has Q rows more than there are; these, and those of tokens that
+    are not fed, are undefined.
 
     Args:
-      heads: as of `decode_qkv_tpu.heads`.
+      heads: as of `decode_qkv_tpu.heads`, of the slots' tokens one slot after another.
       prompt: keys and values of the prompts, [L, P, Kv, S, h].
       pools: of the slots' pages, [L, M, Kv, C, h]; donate them.
     """
-    (J, B, h), (_, _, Kv, S, _) = heads.shape, prompt[0].shape
-    g, (keys, scale), W = (J - 2 * Kv) // Kv, parts(pools[0]), visits.table.shape[1]
+    (J, rows, h), (_, _, Kv, S, _), (B, W) = heads.shape, prompt[0].shape, visits.table.shape
+    g, (keys, scale), Q = (J - 2 * Kv) // Kv, parts(pools[0]), rows // B
     sizes = _Sizes.of(prompt[0], pools[0], W)
     scaled, C = scale is not None, sizes.page
     height = _tile(keys) if C % _tile(keys) == 0 else C
+    tiles = 1 if Q == 1 else 2
+    assert height + 1 >= Q, "new columns lie in at most two tiles"
 
     def at(given: Sequence[Any]) -> _At:
-        core, i, _, slot, number, begins, ends, _, seen, own, _ = given
+        core, i, _, slot, number, begins, ends, _, seen, own, _, _ = given
         return _At.of(core, i, slot, number, begins, ends, seen, own, sizes)
 
     def of_prompt(*given: Any) -> tuple[Any, ...]:
@@ -399,7 +454,7 @@ def paged_attention(
 
     def of_out(*given: Any) -> tuple[Any, ...]:
         here = at(given)
-        return jnp.where(here.core_works, here.slot, B), 0, 0
+        return jnp.where(here.core_works, here.slot, B), 0, 0, 0
 
     block = pl.BlockSpec((None, None, Kv, sizes.prompt, h), of_prompt)
     if scaled:
@@ -407,36 +462,34 @@ def paged_attention(
         block = ScaledKV(block, beside)  # pyright: ignore[reportArgumentType]
 
     def buffer(pool: KV) -> Any:
-        def both(rows: int) -> Any:
-            return jax.tree.map(
-                lambda x: pltpu.VMEM((2, *x.shape[2:3], *((rows,) if x.ndim == 5 else (C,)), *x.shape[4:]), x.dtype),
-                pool,
-            )
+        def tile(x: Array) -> Any:
+            columns = height if x.ndim == 5 else C
+            return pltpu.VMEM((2, tiles, x.shape[2], columns, *x.shape[4:]), x.dtype)
 
         pages = jax.tree.map(lambda x: pltpu.VMEM((2, sizes.pages, *x.shape[2:]), x.dtype), pool)
-        return _Buffers(pages, both(height))
+        return _Buffers(pages, jax.tree.map(tile, pool))
 
     prompt, pools = (prompt, pools) if interpret else in_place(prompt, pools)
     scalars = visits.slot, visits.number, visits.begins, visits.ends, visits.prompts, visits.seen, visits.own
-    scalars = [layer.astype(jnp.int32).reshape(1), *scalars, visits.table.reshape(-1)]
+    scalars = [layer.astype(jnp.int32).reshape(1), *scalars, visits.fed, visits.table.reshape(-1)]
     elsewhere = jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), pools)
     given, leaves = len(scalars) + 1 + len(jax.tree.leaves(prompt)), len(jax.tree.leaves(pools))
     column_bytes = Kv * head_bytes(h, keys.dtype, scaled=scaled)
     own = min(B * W, keys.shape[1]) * C  # no page is of two slots
-    sums = pltpu.VMEM((Kv, g, LANES), jnp.float32)
+    sums = pltpu.VMEM((Kv, Q * g, LANES), jnp.float32)
     count = len(visits.begins)
     read = min(B, count * prompt[0].shape[1]) if sizes.prompt == S else B  # prompts
     steps = jnp.maximum((visits.ends - visits.begins).max(), 1)
     out, written = pl.pallas_call(
-        functools.partial(_kernel, sizes=sizes, slot_pages=W),
+        functools.partial(_kernel, sizes=sizes, slot_pages=W, queries=Q),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(count, steps),
-            in_specs=[pl.BlockSpec((J, B, h), lambda *_: (0, 0, 0)), (block, block), elsewhere],
-            out_specs=[pl.BlockSpec((None, Kv * g, h), of_out), elsewhere],
+            in_specs=[pl.BlockSpec((J, rows, h), lambda *_: (0, 0, 0)), (block, block), elsewhere],
+            out_specs=[pl.BlockSpec((None, Q, Kv * g, h), of_out), elsewhere],
             scratch_shapes=[
-                pltpu.VMEM((Kv, g, h), dtype),
-                pltpu.VMEM((Kv, g, h), jnp.float32),
+                pltpu.VMEM((Kv, Q * g, h), dtype),
+                pltpu.VMEM((Kv, Q * g, h), jnp.float32),
                 sums,
                 sums,
                 tuple(map(buffer, pools)),
@@ -445,7 +498,7 @@ def paged_attention(
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((B + 1, Kv * g, h), jnp.float32),
+            jax.ShapeDtypeStruct((B + 1, Q, Kv * g, h), jnp.float32),
             jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), pools),
         ],
         input_output_aliases={given + n: 1 + n for n in range(leaves)},
@@ -453,11 +506,11 @@ def paged_attention(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit()
         ),
         cost_estimate=pl.CostEstimate(
-            flops=4 * Kv * g * h * (B * S + own),
-            bytes_accessed=2 * (read * S + own) * column_bytes + heads.nbytes + 4 * B * Kv * g * h,
-            transcendentals=Kv * g * (B * S + own),
+            flops=4 * Q * Kv * g * h * (B * S + own),
+            bytes_accessed=2 * (read * S + own) * column_bytes + heads.nbytes + 4 * rows * Kv * g * h,
+            transcendentals=Q * Kv * g * (B * S + own),
         ),
         name="paged_attention",
         interpret=interpret,
     )(*scalars, heads, prompt, pools)
-    return out, written
+    return out.reshape(-1, Kv * g, h), written

@@ -149,17 +149,17 @@ def _spec(path: tuple[Any, ...], leaf: Array) -> PartitionSpec:
 
 
 def decode(
-    x: Float[Array, "B D"],
+    x: Float[Array, "BQ D"],
     layers: Any,
     config: ModelConfig,
     slots: DecodeSlots,
     prompts: Int[Array, " B"],
-    positions: Int[Array, " B"],
+    positions: Int[Array, " BQ"],
     cache: Cache,
     *,
     interpret: bool = False,
-) -> tuple[Float[Array, "B D"], Cache, list[Routes | None]]:
-    """Feed embedded tokens through all stacks, as `Transformer.decode` does.
+) -> tuple[Float[Array, "BQ D"], Cache, list[Routes | None]]:
+    """Feed embedded tokens, one slot after another, through all stacks, as `Transformer.decode` does.
 
     Args:
       layers: the model's blocks, one per stack.
@@ -198,8 +198,8 @@ def _decode(
     interpret: bool,
 ) -> tuple[Array, tuple[KV, KV], list[Routes | None]]:
     turn, first, found, pools = rotation(positions, config.rope_frequencies()), 0, [], (cache.k, cache.v)
-    visits = Visits.of(cache.prompt_k, cache.prompt_lengths, cache.k, cache.table, prompts, slots.ages[:, 0])
-    active = slots.active[:, None].astype(jnp.float32)
+    visits = Visits.of(cache.prompt_k, cache.prompt_lengths, cache.k, cache.table, prompts, slots.ages)
+    active = (slots.ages > 0).reshape(-1, 1).astype(jnp.float32)
     # Behind a barrier, or the compiler computes what is cheap in every layer.
     visits, turn = jax.lax.optimization_barrier((visits, turn))
     for stack in stacks:
@@ -215,7 +215,7 @@ def _decode(
         x = rows + y
         if stack.is_spread:
             x, log = _own_rows(x, 0, len(active)), jax.tree.map(lambda a: _own_rows(a, 1, len(active)), log)
-        found.append(None if log is None else Routes(log.experts[:, :, None], log.logprobs[:, :, None]))
+        found.append(None if log is None else Routes(*(a.reshape(L, *slots.ages.shape, -1) for a in log)))
         first += L
     return x, pools, found
 

@@ -207,10 +207,11 @@ class Transformer(nnx.Module):
         P = cache.prompt_lengths.shape[0]
         prompts = jnp.clip(slots.responses // cache.group_size, 0, P - 1)
         positions = cache.prompt_lengths[prompts][:, None] + slots.ages - 1
-        if tokens.shape[1] == 1 and fused.applies(self.config, self.layers, cache):
-            x = self._embed(tokens)[:, 0]
-            x, cache, found = fused.decode(x, self.layers, self.config, slots, prompts, positions[:, 0], cache)
-            return self._output(x[:, None], join_routes(found, positions.shape)), cache
+        if fused.applies(self.config, self.layers, cache):
+            x = self._embed(tokens)
+            rows, at = x.reshape(-1, x.shape[-1]), positions.reshape(-1)
+            rows, cache, found = fused.decode(rows, self.layers, self.config, slots, prompts, at, cache)
+            return self._output(rows.reshape(x.shape), join_routes(found, positions.shape)), cache
         rows = None if slots.aligned else SlotRows.of(slots.responses, slots.active, P, cache.group_size)
         layers = jnp.arange(self.config.num_layers)
         rotation = Rotation.of(positions, self.config.rope_frequencies())

@@ -35,6 +35,8 @@ class Case:
     cores: int = 1
     keys: int = 2
     """Key heads."""
+    queries: int = 1
+    """Tokens per slot, Q."""
 
 
 def float64(x: KV) -> np.ndarray:
@@ -44,10 +46,14 @@ def float64(x: KV) -> np.ndarray:
     return np.asarray(x, np.float64)
 
 
-def check(case, monkeypatch, ages, lengths, chosen):
-    """Compare outputs and pools of layer 1 with the oracle: every live column once, and no other page changed."""
+def check(case, monkeypatch, ages, lengths, chosen, fed=None):
+    """Compare outputs and pools of layer 1 with the oracle: every live column once, and no live column changed.
+
+    `ages` are those after each slot's last token, of which it feeds `fed`, by default one.
+    """
     rng, pages, kv = np.random.default_rng(0), B * case.pages + 3, case.keys
-    H = GROUP * kv
+    H, Q = GROUP * kv, case.queries
+    fed = np.minimum(1, ages) if fed is None else np.asarray(fed)
     column = 2 * kv * (WIDTH + 4 if case.cache else WIDTH * jnp.dtype(case.dtype).itemsize)
     monkeypatch.setattr(decode_attention_tpu, "BLOCK_BYTES", case.columns * column)
     monkeypatch.setattr(decode_attention_tpu, "LANES", 16)
@@ -56,40 +62,49 @@ def check(case, monkeypatch, ages, lengths, chosen):
     def draw(*shape):
         return stored(jnp.asarray(rng.standard_normal(shape), case.dtype), case.cache)
 
-    heads = jnp.asarray(rng.standard_normal((H + 2 * kv, B, WIDTH)), case.dtype).astype(jnp.float32)
+    heads = jnp.asarray(rng.standard_normal((H + 2 * kv, B * Q, WIDTH)), case.dtype).astype(jnp.float32)
     prompt = tuple(draw(L, P, kv, case.prompt, WIDTH) for _ in range(2))
     pools = tuple(draw(L, pages, kv, case.page, WIDTH) for _ in range(2))
     table = rng.permutation(pages)[: B * case.pages].reshape(B, case.pages)
-    ages, lengths, chosen = (jnp.asarray(x, jnp.int32) for x in (ages, lengths, chosen))
+    first = np.asarray(ages) - fed + 1
+    steps = np.where(np.arange(Q) < fed[:, None], first[:, None] + np.arange(Q), 0)
+    steps, lengths, chosen = (jnp.asarray(x, jnp.int32) for x in (steps, lengths, chosen))
 
     @jax.jit
     def run(heads, prompt, pools, layer):
-        visits = Visits.of(prompt[0], lengths, pools[0], jnp.asarray(table, jnp.int32), chosen, ages)
+        visits = Visits.of(prompt[0], lengths, pools[0], jnp.asarray(table, jnp.int32), chosen, steps)
         return paged_attention(heads, prompt, pools, visits, layer=layer, dtype=jnp.dtype(case.dtype), interpret=True)
 
     out, written = run(heads, prompt, pools, jnp.asarray(1))
-    assert out.shape == (B + 1, H, WIDTH)
-    expected = [float64(x) for x in pools]
-    for b in np.flatnonzero(ages):
-        at, column = divmod(int(ages[b]) - 1, case.page)
-        for pool, first in zip(expected, (H, H + kv), strict=True):
-            new = heads[first : first + kv, b].astype(case.dtype)
+    assert out.shape == ((B + 1) * Q, H, WIDTH)
+    expected, live = [float64(x) for x in pools], np.ones(pages * case.page, bool)
+    for b, j in np.argwhere(np.asarray(steps) > 0):
+        age = int(steps[b, j])
+        at, column = divmod(age - 1, case.page)
+        for pool, head in zip(expected, (H, H + kv), strict=True):
+            new = heads[head : head + kv, b * Q + j].astype(case.dtype)
             pool[1, table[b, at], :, column] = float64(stored(new, case.cache))
         keys, values = (
             np.concatenate(
                 [float64(x)[1, chosen[b], :, : lengths[chosen[b]]]]
-                + [pool[1, table[b, t // case.page], :, t % case.page][:, None] for t in range(ages[b])],
+                + [pool[1, table[b, t // case.page], :, t % case.page][:, None] for t in range(age)],
                 axis=1,
             )
             for x, pool in zip(prompt, expected, strict=True)
         )
         for head in range(H):
             own = head // GROUP
-            scores = keys[own] @ np.asarray(heads[head, b], np.float64) / np.sqrt(WIDTH)
+            scores = keys[own] @ np.asarray(heads[head, b * Q + j], np.float64) / np.sqrt(WIDTH)
             weights = np.exp(scores - scores.max())
-            close(out[b, head], weights @ values[own] / weights.sum(), case.dtype)
+            close(out[b * Q + j, head], weights @ values[own] / weights.sum(), case.dtype)
+    if Q > 1:  # a second tile is only written: it has no older column
+        for b in np.flatnonzero(fed):
+            for t in range(ages[b], case.page * case.pages):
+                live[table[b, t // case.page] * case.page + t % case.page] = False
+    live = live.reshape(pages, case.page)
     for found, pool in zip(written, expected, strict=True):
-        np.testing.assert_allclose(float64(found), pool, rtol=0, atol=1e-6)
+        found, pool = (np.moveaxis(x, 3, 2)[:, live] for x in (float64(found), pool))
+        np.testing.assert_allclose(found, pool, rtol=0, atol=1e-6)
 
 
 CASES = [
@@ -128,7 +143,26 @@ def test_visits_are_the_live_blocks(cores, monkeypatch):
     monkeypatch.setattr(decode_attention_tpu, "cores", lambda: cores)
     prompts, pool = jnp.zeros((1, 2, 1, 32, 16)), jnp.zeros((1, 9, 1, 8, 16))
     table, ages = jnp.zeros((4, 5), jnp.int32), jnp.asarray([9, 18, 0, 1])
-    visits = Visits.of(prompts, jnp.asarray([20, 3]), pool, table, jnp.asarray([1, 0, 1, 0]), ages)
+    visits = Visits.of(prompts, jnp.asarray([20, 3]), pool, table, jnp.asarray([1, 0, 1, 0]), ages[:, None])
     assert visits.slot[:8].tolist() == [1, 1, 1, 1, 3, 3, 0, 0]
     assert visits.number[:8].tolist() == [0, 1, 2, 3, 0, 1, 0, 1]
     assert visits.begins.tolist() == [0, 4][:cores] and visits.ends.tolist() == [4, 8][-cores:]
+
+
+SEVERAL = [
+    Case(prompt=32, page=8, pages=5, columns=16, queries=4),
+    Case(prompt=32, page=8, pages=5, columns=16, cores=2, keys=1, queries=9),
+    Case(prompt=32, page=32, pages=3, dtype="bfloat16", queries=3),
+    Case(prompt=32, page=64, pages=2, dtype="bfloat16", cache="int8", columns=32, cores=2, keys=1, queries=4),
+]
+
+
+@pytest.mark.parametrize("case", mostly_slow(SEVERAL, always=SEVERAL[:1] + SEVERAL[3:]))
+@pytest.mark.parametrize("begin", mostly_slow(range(3), always=[1]))
+def test_several_tokens_of_a_slot(case, begin, monkeypatch):
+    """Slots that feed one token, some and all, within a tile, over the end of a tile, and over that of a page."""
+    Q, page, limit = case.queries, case.page, case.page * case.pages
+    fed = [Q, 1, 0, Q, min(2, Q)]
+    ages = [[Q, 1, 0, limit, page], [page + 2, page + 1, 0, page + Q - 1, page + 1], [page, 9, 0, limit - 1, 9]][begin]
+    ages = np.maximum(ages, fed)
+    check(case, monkeypatch, ages, [case.prompt, 1, case.prompt - 2], [1, 0, 1, 2, 0], fed)

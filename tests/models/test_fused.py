@@ -54,8 +54,11 @@ def weights(config, adapters, base):
     return graph, Weights.full(jax.tree.map_with_path(one, state))
 
 
-def step(config, sizes, monkeypatch, *, adapters=None, base="trained", cache_dtype=None):
-    """Return logits and routes of active slots and the pools after a step, fused and plain, of all batch shards."""
+def step(config, sizes, monkeypatch, *, adapters=None, base="trained", cache_dtype=None, queries=1):
+    """Return logits and routes of what is fed and the live pools after a step, fused and plain, of all batch shards.
+
+    Of `queries` tokens, the first slots feed all, none, all and one, others any number.
+    """
     graph, own = weights(config, adapters, base)
     mesh = mesh_lib.make_mesh(sizes, jax.devices()[: int(np.prod(list(sizes.values())))]) if sizes else None
     shards = mesh_lib.batch_shards(dict(mesh.shape)) if mesh else 1
@@ -70,14 +73,22 @@ def step(config, sizes, monkeypatch, *, adapters=None, base="trained", cache_dty
     by_shard = [rng.permutation(M)[: SLOTS * PAGES].reshape(SLOTS, PAGES) for _ in range(shards)]
     responses = np.concatenate([rng.permutation(PROMPTS * GROUP)[:SLOTS] for _ in range(shards)])
     ages = rng.integers(1, PAGE * PAGES + 1, B)
-    ages[:4] = [1, 0, PAGE * PAGES, PAGE + 1]
+    ages[:4] = [1, 0, PAGE * PAGES - queries + 1, PAGE + 1]
+    fed = np.minimum(rng.integers(1, queries + 1, B), PAGE * PAGES + 1 - ages)
+    fed[:4] = [queries, 0, queries, 1]
+    at = np.arange(queries)[None]
+    ages = np.where(at < fed[:, None], ages[:, None] + at, 0)
     lengths = rng.integers(1, COLUMNS + 1, shards * PROMPTS)
-    rows = rng.integers(0, config.vocab_size, B), responses, ages, lengths, np.concatenate(by_shard)
+    rows = rng.integers(0, config.vocab_size, ages.shape), responses, ages, lengths, np.concatenate(by_shard)
+    live = np.ones((shards * M, PAGE), bool)
+    for slot in np.flatnonzero(ages.max(axis=1)) if queries > 1 else ():  # dead columns may change
+        for t in range(ages[slot].max(), PAGE * PAGES):
+            live[slot // SLOTS * M + rows[4][slot, t // PAGE], t % PAGE] = False
 
     def one(weights, rows, prompts, pools):
         tokens, responses, ages, lengths, table = rows
         cache = Cache(*prompts, lengths, *pools, table, GROUP)
-        out, cache = weights.model(graph).decode(tokens[:, None], DecodeSlots(responses, ages[:, None]), cache)
+        out, cache = weights.model(graph).decode(tokens, DecodeSlots(responses, ages), cache)
         return out.logits, out.routes, (cache.k, cache.v)
 
     def run():
@@ -92,8 +103,8 @@ def step(config, sizes, monkeypatch, *, adapters=None, base="trained", cache_dty
 
     def found():
         logits, routes, pools = jax.tree.map(np.asarray, run())
-        active = ages > 0
-        return logits[active, 0], routes.experts[:, active], routes.logprobs[:, active], pools
+        active, pools = ages > 0, jax.tree.map(lambda x: np.moveaxis(x, 3, 2)[:, live], pools)
+        return logits[active], routes.experts[:, active], routes.logprobs[:, active], pools
 
     plain, asked = found(), []
 
@@ -132,6 +143,12 @@ def test_the_fused_step_equals_the_plain_one(kind, monkeypatch, mixed_family):  
     check(config, None, monkeypatch, **options)
 
 
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, always=["qwen3"]))
+def test_several_tokens_of_a_slot(kind, monkeypatch, mixed_family):  # noqa: F811
+    config, options = KINDS[kind]
+    check(config, None, monkeypatch, **options, queries=3)
+
+
 MESHES = [
     (QWEN, {"data": 2, "expert": 2, "tensor": 2}, {}),
     (QWEN, {"data": 1, "tensor": 2}, ALL),
@@ -146,6 +163,7 @@ MESHES = [
 @pytest.mark.parametrize(("config", "sizes", "options"), MESHES)
 def test_the_fused_step_equals_the_plain_one_on_meshes(config, sizes, options, monkeypatch):
     check(config, sizes, monkeypatch, **options)
+    check(config, sizes, monkeypatch, **options, queries=2)
 
 
 def test_other_layers_take_the_plain_step(monkeypatch):

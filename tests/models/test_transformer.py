@@ -82,7 +82,9 @@ def test_cached_decode_equals_a_full_forward(config, group_size, mixed_family): 
     decode = jax.jit(net.decode)
     stepped, routes = [], []
     for t in range(T):
-        step, cache = decode(tokens[:, t], DecodeSlots(jnp.arange(B), jnp.full(B, t + 1), aligned=True), cache)
+        step, cache = decode(
+            tokens[:, t, None], DecodeSlots(jnp.arange(B), jnp.full((B, 1), t + 1), aligned=True), cache
+        )
         stepped.append(step.logits[:, 0])
         routes.append(step.routes.experts[:, :, 0])
     forward = jax.jit(lambda tokens, valid: net(tokens, valid=valid))
