@@ -11,14 +11,13 @@ Nothing has been measured on a TPU, and no accuracy is known. What follows is co
 
 Old log-probs that are recomputed, as here, add the time of `score` to an iteration.
 
-- On v5e:2x4, no program needs more than 12.6 of a chip's 16.9 GB. An update of rows of 4480 tokens takes 7.8 GB: the
-  base 4.0, saved activations 0.9, the batch 0.6, adapters, gradients and moments 0.2, intermediate results the rest. A
-  decode of 128 responses takes 8.5 GB beside the base, 6.4 of it keys and values. 359 response tokens a second and
-  chip, 258 s an iteration, 14 hours for 200 of them.
-- With `--config.sampling.cache_dtype=int8 --config.sampling.slots=256`, which rounds keys and values: 13.0 GB, 498
-  tokens a second and chip, 186 s an iteration, 10 hours.
-- On v6e:2x4, at most 12.7 of 33.6 GB: 510 tokens a second and chip, 182 s, 10 hours. With
-  `--config.sampling.slots=256`: 19.3 GB, 713 tokens, 130 s, 7 hours.
+- On v5e:2x4, no program needs more than 11.6 of a chip's 16.9 GB. An update of rows of 4480 tokens takes 8.0 GB: the
+  base 4.0, saved activations 0.9, the batch 0.7, adapters, gradients and moments 0.2, intermediate results the rest. A
+  decode of 128 responses takes 11.4 GB with the base, 6.9 of it keys and values. 552 response tokens a second and
+  chip, 168 s an iteration, 9 hours for 200 of them.
+- With `partial`, 256 responses in progress and no waiting for the longest: 13.2 GB, 864 tokens a second and chip,
+  110 s an iteration, 6 hours.
+- On v6e:2x4 with `partial`: 16.7 of 33.6 GB, 1,810 tokens a second and chip, 52 s, 3 hours.
 
 Arguments, joined by commas, change the model and what of it is trained:
 

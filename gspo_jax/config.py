@@ -114,7 +114,8 @@ def base() -> ConfigDict:
     # Tokens per page. None: an eighth of the longest response, at least 64; on TPU 128 or 256.
     config.sampling.page = placeholder(int)
     # Draft tokens that decode steps check several at a time; no token depends on it. "own": copied from the prompt and
-    # the response, "group": also from the group's other responses. "none": one token per step.
+    # the response, "group": also from the group's other responses, "history": also from earlier responses to the
+    # prompt. "none": one token per step.
     config.sampling.draft = "none"
     config.sampling.draft_tokens = 3  # maximum drafts per step, 1 to 8; fewer where they do not pay
     config.sampling.mesh = ConfigDict()  # sampler mesh on the trainer's devices. All 0: as `mesh`. Otherwise 0 means 1
@@ -354,7 +355,7 @@ RANGES = {
     "sampling.slots": COUNT,
     "sampling.pool_tokens": COUNT,
     "sampling.page": COUNT,
-    "sampling.draft": _one_of("none", "own", "group"),
+    "sampling.draft": _one_of("none", "own", "group", "history"),
     "sampling.draft_tokens": _from_to(1, MOST),
     **{f"sampling.mesh.{axis}": SAMPLER_AXIS for axis in ("data", "fsdp", "expert", "tensor")},
     "sampling.partial.prompts": COUNT,

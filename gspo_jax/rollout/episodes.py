@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Int, Key, Shaped, UInt32
 
 from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rollout.history import History
 from gspo_jax.rollout.loop import Decoded
 from gspo_jax.rollout.prefixes import Prefix
 from gspo_jax.rollout.sampler import Sampler
@@ -154,14 +155,22 @@ class Player:
     """Plays episodes with a sampler, and an environment if there are several turns."""
 
     def __init__(
-        self, sampler: Sampler, *, reply: Reply | None = None, max_turns: int = 1, opening: Sequence[int] = ()
+        self,
+        sampler: Sampler,
+        *,
+        reply: Reply | None = None,
+        max_turns: int = 1,
+        opening: Sequence[int] = (),
+        history: History | None = None,
     ):
         """Take the sampler and, for multi-turn episodes, the environment.
 
         The sampler's token limit applies to whole episodes. The last of `max_turns` gets no reply. Every response
-        starts with `opening`; these tokens, like an environment's, are no actions.
+        starts with `opening`; these tokens, like an environment's, are no actions. Finished episodes enter `history`,
+        which drafts are copied from.
         """
         self._sampler, self._reply, self._max_turns, self._opening = sampler, reply, max_turns, list(opening)
+        self.history = history
 
     @property
     def shards(self) -> int:
@@ -208,8 +217,9 @@ class Player:
             prefix = Prefix(rollout.tokens, lengths)
         if prefix is not None or not live.all():
             limits = np.where(live, max_length, 0).astype(np.int32)
+        prompts = Prompts(rollout.prompts[one_per_group], rollout.prompt_lengths[one_per_group])
         decoded = sampler.resume(
-            Prompts(rollout.prompts[one_per_group], rollout.prompt_lengths[one_per_group]),
+            self._with_earlier(prompts),
             episodes.keys,
             prefix=prefix,
             limits=limits,
@@ -228,15 +238,29 @@ class Player:
         Response i uses the key `fold_in(key, first + i)`.
         """
         if self._reply is None and not self._opening:  # one call suffices, and the rollout stays on the devices
-            return new_batch(self._sampler(prompts, key, first=first), prompts)
+            rollout = self._sampler(self._with_earlier(prompts), key, first=first)
+            if self.history is not None:
+                own = rollout.prompts, rollout.prompt_lengths, rollout.tokens, rollout.mask
+                self._remember(*hosts.allgather(own))
+            return new_batch(rollout, prompts)
         episodes = self.begin(prompts, key, first=first)
         while not episodes.ended.all():
             episodes = self.resume(episodes)
         return self.to_batch(episodes)
 
     def to_batch(self, episodes: Episodes) -> Batch:
+        rollout: Any = episodes.rollout
+        self._remember(rollout.prompts, rollout.prompt_lengths, rollout.tokens, rollout.mask)
         own = {name: getattr(episodes, name) for name in ("texts", "records", "turns", "stale_tokens")}
         return _with_columns(hosts.shard_rows(self._sampler.mesh, episodes.rollout), own)
+
+    def _with_earlier(self, prompts: Prompts) -> Prompts:
+        return prompts if self.history is None else dataclasses.replace(prompts, earlier=self.history.of(prompts))
+
+    def _remember(self, prompts: np.ndarray, prompt_lengths: np.ndarray, tokens: np.ndarray, mask: np.ndarray) -> None:
+        """Add finished responses, of all processes, to the history."""
+        if self.history is not None:
+            self.history.add(prompts, prompt_lengths, tokens, mask.sum(axis=1))
 
     def _add_replies(self, episodes: Episodes, turn_over: Bool[np.ndarray, " B"], reply: Reply) -> Episodes:
         """Append the environment's replies where a turn is over, and reopen those episodes.
@@ -319,6 +343,10 @@ class Buffer:
 
     def __len__(self) -> int:
         return 0 if self.episodes is None else len(self.episodes) // self._group_size
+
+    @property
+    def history(self) -> History | None:
+        return self._player.history
 
     def play(self, prompts: Iterator[Prompts], key: Key[Array, ""], *, first: int = 0) -> Batch:
         """Return a batch of the oldest complete groups. `first` is ignored: the buffer numbers new responses itself."""

@@ -98,6 +98,8 @@ def open_run(
         log.guard_config(made.objective, group_size=config.sampling.group_size)
         for text in start.changed:
             log.warn(text)
+        if player.history is not None:
+            player.history.restore(start.arrays)
         buffer = players.make_buffer(config, player, start.boundary.unfinished)
         run = Run(
             config=config,

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
@@ -52,6 +53,8 @@ class Start:
     """Digests kept in checkpoints, by name in messages."""
     changed: list[str]
     """Warnings about permitted changes."""
+    arrays: Mapping[str, np.ndarray]
+    """Arrays of the checkpoint beside the state."""
 
 
 def start(
@@ -88,6 +91,7 @@ def start(
             reference=reference,
             inputs=read,
             changed=[],
+            arrays={},
         )
     run, state = restored.run, restored.state
     _check_inputs(run["inputs"], read, files.name)
@@ -103,6 +107,7 @@ def start(
         reference=reference,
         inputs=read,
         changed=changed_since(run, inputs=read, measured_on=measured_on, versions=versions()),
+        arrays=restored.arrays,
     )
 
 

@@ -238,7 +238,9 @@ class Run:
         left = at.unfinished
         if left is not None:
             run["buffer"] = {"texts": left.texts.tolist(), "records": left.records.tolist()}
-        arrays = None if left is None else left.to_arrays()
+        arrays = {} if left is None else left.to_arrays()
+        if self.player.history is not None:
+            arrays |= self.player.history.to_arrays()
         is_first = self.checkpointer.latest is None
         self.checkpointer.save(at.done, at.state, run, arrays, accuracy=at.accuracy)
         if is_first:  # detect an unreadable place now, not on resuming

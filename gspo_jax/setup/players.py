@@ -13,6 +13,7 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.rewards.replies import Replies
 from gspo_jax.rollout.drafting import NO_DRAFTS, Drafting
 from gspo_jax.rollout.episodes import Buffer, Episodes, Player, Reply
+from gspo_jax.rollout.history import History
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.setup import data, functions
@@ -88,11 +89,11 @@ def make_replies(config: ConfigDict) -> AbstractContextManager[Replies | None]:
 
 def make_player(config: ConfigDict, tokenizer: Tokenizer, sampler: Sampler, replies: Replies | None) -> Player:
     """Return the player of episodes."""
-    begins = opening(config, tokenizer)
+    history = History(sampler.stop.max_length) if config.sampling.draft == "history" else None
+    given: Any = {"opening": opening(config, tokenizer), "history": history}
     if replies is None:
-        return Player(sampler, opening=begins)
-    reply = on_tokens(replies, tokenizer)
-    return Player(sampler, reply=reply, max_turns=config.environment.turns, opening=begins)
+        return Player(sampler, **given)
+    return Player(sampler, reply=on_tokens(replies, tokenizer), max_turns=config.environment.turns, **given)
 
 
 def on_tokens(replies: Replies, tokenizer: Tokenizer) -> Reply:
