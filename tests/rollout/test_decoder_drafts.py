@@ -51,7 +51,10 @@ def remembered(rollout, *, wrong, seed=0):
 
 
 def same(found, expected):
-    """Assert equal tokens and experts, and log-probs equal up to the rounding of float32 sums in another order."""
+    """Assert equal tokens and experts, and log-probs equal to 1e-6 and two units in the last place.
+
+    Products of more rows may sum in another order.
+    """
     for name in ("tokens", "mask", "action_mask", "truncated"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
     np.testing.assert_array_equal(found.routes.experts, expected.routes.experts)
@@ -60,7 +63,7 @@ def same(found, expected):
         (found.behaviour_logprobs, expected.behaviour_logprobs),
         (found.routes.logprobs, expected.routes.logprobs),
     ):
-        np.testing.assert_allclose(a, b, atol=1e-6)
+        np.testing.assert_allclose(a, b, atol=1e-6, rtol=2.5e-7)
 
 
 CASES = [(slots, drafts) for slots in (None, 8, 5, 1) for drafts in (1, 2, 3, 4, 8)]
@@ -158,27 +161,23 @@ def test_wide_steps_are_taken_where_they_pay():
 
 @pytest.mark.slow
 def test_two_thousand_random_cases():
-    """Other weights, prompts, keys and drafts each time: not one token or expert differs."""
-    stop, sampling = StopRule(max_length=12, eos_ids=(3,)), SamplingParams(temperature=0.5)
-    options = {"sampling": sampling, "stop": stop, "slots": 4, "router_logprobs": True}
-    drafting, G = Drafting("history", 3, ALWAYS), 2
+    """Responses to random prompts by random weights, with random keys, limits and drafts: no token differs."""
+    options = {"sampling": SamplingParams(temperature=0.5), "slots": 4, "router_logprobs": True}
+    options["stop"] = StopRule(max_length=12, eos_ids=(3,))
     accepted = 0
-    for case in range(2000):
+    for case in range(125):  # of 16 responses to 8 prompts each
         random = np.random.default_rng(case)
-        scale = random.uniform(0.5, 4.0)
+        scale = random.uniform(0.3, 1.0)
         scaled = jax.tree.map(functools.partial(jnp.multiply, scale), weights())
-        tokens, lengths = random.integers(4, 64, (4, 6)), random.integers(1, 7, 4)
+        tokens, lengths = random.integers(4, 64, (8, 6)), random.integers(1, 7, 8)
         batch = Prompts(jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32))
-        keys, limits = (
-            response_keys(jax.random.key(case), jnp.arange(8)),
-            jnp.asarray(random.integers(1, 13, 8), jnp.int32),
-        )
+        keys = response_keys(jax.random.key(case), jnp.arange(16))
+        limits = jnp.asarray(random.integers(1, 13, 16), jnp.int32)
         expected = jax.device_get(generate(GRAPH, scaled, batch, keys, limits=limits, **options)).rollout
-        drafts = np.where(random.random((4, G, 12)) < 0.2, 5, expected.tokens.reshape(4, G, 12))
-        known = expected.mask.sum(axis=1).reshape(4, G)
-        batch = dataclasses.replace(
-            batch, earlier=Earlier(jnp.asarray(drafts, jnp.int32), jnp.asarray(known, jnp.int32))
-        )
+        drafts = np.where(random.random((8, 2, 12)) < 0.2, 5, expected.tokens.reshape(8, 2, 12))
+        known = expected.mask.sum(axis=1).reshape(8, 2)
+        earlier = Earlier(jnp.asarray(drafts, jnp.int32), jnp.asarray(known, jnp.int32))
+        batch, drafting = dataclasses.replace(batch, earlier=earlier), Drafting("history", 3, ALWAYS)
         found = jax.device_get(generate(GRAPH, scaled, batch, keys, limits=limits, drafting=drafting, **options))
         same(found.rollout, expected)
         accepted += int(found.stats.accepted.sum())
