@@ -1,9 +1,9 @@
 """Drafts within the decode loop: what they are copied from, and how many of them a step feeds.
 
 A step that feeds Q tokens per slot computes Q times as many rows, and takes longer than one of Q = 1 only where rows
-outweigh what every step costs: with B slots, about (F + Q B) / (F + B) times as long, for F `fixed_rows`. Of a few
-widths Q, each compiled, the next step has the one with the most expected tokens per time. A draft is right with the
-frequency of the recent ones, and only if those before it are.
+outweigh what every step costs: with B slots, about (F + Q B) / (F + B) times as long, for F `fixed_rows`. Of two or
+three widths Q, each compiled, the next step has the one with the most expected tokens per time. A draft is right with
+the frequency of the recent ones, and only if those before it are.
 """
 
 import dataclasses
@@ -15,11 +15,11 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.backend import platform
-from gspo_jax.rollout.drafts import MOST, Drafter, Rows, accepted, newest_tokens, propose, readable
+from gspo_jax.rollout.drafts import Drafter, Rows, accepted, newest_tokens, propose, readable
 from gspo_jax.types import Prompts
 
-_WIDTHS = 1, 2, 4, 8, 1 + MOST
-"""Tokens per slot and step. Others are not compiled, except the widest that a setting allows."""
+_BETWEEN = 4
+"""Tokens per slot and step of a width between one and the widest, if that is at least twice as wide."""
 _FIXED_ROWS = {"cpu": 16, "gpu": 128, "tpu": 512}
 """Rows that take as long as what every step costs."""
 _WORTH = 1.15
@@ -43,7 +43,7 @@ class Drafting:
     def widths(self, slots: int) -> tuple[int, ...]:
         """Return the tokens per slot that steps of so many slots may feed."""
         fixed = _FIXED_ROWS[platform()] if self.fixed_rows is None else self.fixed_rows
-        allowed = [q for q in _WIDTHS if q <= self.tokens] + [1 + self.tokens]
+        allowed = [_BETWEEN, 1 + self.tokens] if 1 + self.tokens >= 2 * _BETWEEN else [1 + self.tokens]
         return 1, *(q for q in allowed if q > 1 and q * (fixed + slots) > _WORTH * (fixed + q * slots))
 
     def widest(self, counts: list[int]) -> int:

@@ -11,7 +11,9 @@ from gspo_jax.errors import StopRequested
 from gspo_jax.models import transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.decoder import response_keys
+from gspo_jax.rollout.drafting import NO_DRAFTS, Drafting
 from gspo_jax.rollout.episodes import Buffer, Episodes, Player, spread_over_shards
+from gspo_jax.rollout.history import History
 from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.prefixes import bucket
 from gspo_jax.rollout.sampler import Sampler
@@ -43,7 +45,7 @@ def other_params():
     return jax.tree.map(lambda x: x * 1.1, params())
 
 
-def make_sampler(*, poll_steps: int | None = None) -> Sampler:
+def make_sampler(*, poll_steps: int | None = None, drafting: Drafting = NO_DRAFTS) -> Sampler:
     """Return a sampler without weights."""
     return Sampler(
         GRAPH,
@@ -56,6 +58,7 @@ def make_sampler(*, poll_steps: int | None = None) -> Sampler:
         slots=4,  # fewer than responses, so that resumed ones are refilled too
         poll_steps=poll_steps,
         router_logprobs=True,
+        drafting=drafting,
     )
 
 
@@ -286,6 +289,32 @@ def test_turns_in_parts(sampler):
         for name in ("tokens", "action_mask", "truncated"):
             expected = np.asarray(getattr(whole.rollout, name))[rows]
             np.testing.assert_array_equal(getattr(played.rollout, name), expected)
+
+
+@pytest.mark.slow
+def test_drafts_change_no_turn(sampler):
+    """Episodes of several turns, whole and in parts, with drafts from those that were played before."""
+    whole = Player(sampler, reply=answer, max_turns=3).answer(some(0, 12), KEY)
+    drafting = make_sampler(drafting=Drafting("history", 3, fixed_rows=10**9))
+    drafting.load(Weights.full(place(params(), MESH)))
+    player = Player(drafting, reply=answer, max_turns=3, history=History(T))
+    for _ in range(2):
+        played = player.answer(some(0, 12), KEY)
+        np.testing.assert_array_equal(played.turns, whole.turns)
+        for name in ("tokens", "action_mask", "truncated"):
+            np.testing.assert_array_equal(getattr(played.rollout, name), np.asarray(getattr(whole.rollout, name)))
+        np.testing.assert_array_equal(played.rollout.routes.experts, whole.rollout.routes.experts)
+        np.testing.assert_allclose(played.rollout.logprobs, whole.rollout.logprobs, atol=1e-6)
+    before = drafting.stats
+    assert before.accepted > 0
+    buffer, prompts = Buffer(player, groups=2, group_size=G, in_flight=6, min_ended=0.5), in_fours()
+    for _ in range(4):
+        played = buffer.play(prompts, KEY)
+        rows = [row_of(played, i) for i in range(4)]
+        for name in ("tokens", "action_mask", "truncated"):
+            expected = np.asarray(getattr(whole.rollout, name))[rows]
+            np.testing.assert_array_equal(getattr(played.rollout, name), expected)
+    assert drafting.stats.accepted > before.accepted
 
 
 @pytest.mark.parametrize(
