@@ -243,6 +243,7 @@ COMMANDS: dict[str, Command] = {
             Flag("slices", "number of such slices, joined by the data-center network", int, 1, metavar="N", low=1),
             Flag("programs", "only these, of update, score, deal, sample_prefill, sample_decode, reshard", list),
             Flag("lengths", "project a whole iteration for these lengths: lognormal:4096:0.8", metavar="KIND"),
+            Flag("accepted", "with --lengths and drafts: tokens that a slot samples in a step", float, metavar="X"),
             Flag("figure", "with --lengths: draw the iteration to this PNG file", metavar="FILE"),
             Flag("tune", "with --lengths: search for the settings with the least projected iteration", bool, False),
             Flag("headroom", "with --tune: part of a chip's memory to leave free", float, 0.08, "X", low=0.0, high=0.9),

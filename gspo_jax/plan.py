@@ -149,6 +149,8 @@ def prepare(
     used = rates_lib.assumed(kind) if rates is None else rates_lib.read(rates, generation=kind)
     chip, torus = CHIPS[kind], topology.torus(name, mesh)
     engine = engine_lib.build(config, model, meshes, stop, memory=chip.memory)
+    # The steps with drafts alone: those without are the plan of `sampling.draft=none`.
+    engine.sampler.drafting = dataclasses.replace(engine.sampler.drafting, always=True)
     setting = Setting(engine, chip, used, skew=skew, torus=torus, slices=slices)
     facts = {
         "chip": kind,
@@ -160,6 +162,25 @@ def prepare(
     }
     with jax.set_mesh(mesh):
         return setting, facts, f"{facts['topology']} {facts['versions']} {backend.compiler_options()}"
+
+
+def check_accepted(config: ConfigDict, lengths: str | None, accepted: float | None) -> None:
+    """Raise a UserError unless an iteration with drafts, and only that, has the tokens per step that it gains."""
+    drafts = config.sampling.draft != "none"
+    if accepted is None:
+        if drafts and lengths is not None:
+            raise UserError(
+                f"sampling.draft is {config.sampling.draft}, and what drafts gain depends on the texts; give the "
+                "tokens per step, such as --accepted=1.6 (gspo-jax accept tells them), or use "
+                "--config.sampling.draft=none"
+            )
+        return
+    most = 1 + config.sampling.draft_tokens if drafts else 1
+    if not 1 <= accepted <= most:
+        raise UserError(
+            f"--accepted is {accepted}; with sampling.draft={config.sampling.draft} and "
+            f"sampling.draft_tokens={config.sampling.draft_tokens} a slot samples from 1 to {most} tokens in a step"
+        )
 
 
 def tune(
@@ -220,19 +241,21 @@ def plan(
     console: Console | None = None,
     with_cycles: bool = False,
     lengths: str | None = None,
+    accepted: float | None = None,
     figure: Path | None = None,
 ) -> dict[str, Any]:
     """Return the facts of all programs, and print each to a given console when done.
 
     `with_cycles` also prints the compiler's estimates. `lengths`, a distribution, adds the facts of an iteration, drawn
-    to the file `figure`.
+    to the file `figure`. With drafts a slot samples `accepted` tokens in a step.
 
     Raises:
-      UserError: the config, topology, mesh or `lengths` is wrong, libtpu is missing, or an iteration lacks a program
-        that fits.
+      UserError: the config, topology, mesh, `lengths` or `accepted` is wrong, libtpu is missing, or an iteration lacks
+        a program that fits.
     """
     wanted, console = chosen(only), console or Console(quiet=True)
     model = check(config)
+    check_accepted(config, lengths, accepted)
     drawn_from = None
     if lengths is not None:
         drawn_from = Lengths(lengths, config.sampling.max_response_length, "sampling.max_response_length")
@@ -252,7 +275,7 @@ def plan(
             if with_cycles and found["fits"]:
                 show_cycles(console, found)
     if drawn_from is not None:
-        run = iteration.make_run(facts["programs"], setting)
+        run = iteration.make_run(facts["programs"], setting, tokens_per_step=accepted or 1.0)
         found = iteration.simulate(run, drawn_from)
         facts["iteration"] = found.facts(drawn_from.text, mesh.size)
         show_iteration(console, facts["iteration"])
@@ -273,6 +296,8 @@ def main(config: ConfigDict) -> int:
     if f.tune:
         if f.lengths is None:
             raise UserError("--tune needs the lengths of responses, such as --lengths=lognormal:4096:0.8")
+        if config.sampling.draft != "none":
+            raise UserError("--tune does not search with drafts; use --config.sampling.draft=none")
         shared: dict[str, Any] = {
             "slices": f.slices,
             "cache": cache,
@@ -295,6 +320,7 @@ def main(config: ConfigDict) -> int:
         console=Console(),
         with_cycles=f.cycles,
         lengths=f.lengths,
+        accepted=f.accepted,
         figure=Path(f.figure) if f.figure else None,
     )
     cli.write_facts(f.json, {"arguments": sys.argv[1:]} | facts)

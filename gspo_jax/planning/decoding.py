@@ -35,7 +35,7 @@ class Decoder:
     lockstep: int
     """Adjacent shards that step together: an expert group."""
     steps: tuple[Step, ...]
-    """Step of each phase. Each phase halves the slots."""
+    """Step of each phase. Each phase has fewer slots, by default half as many."""
     prompt: int
     """Columns of a prompt, which every busy slot reads beside its own."""
     page: int
@@ -46,6 +46,15 @@ class Decoder:
     """Steps after which all shards wait for the slowest, if any."""
     share: float = 1.0
     """Share of an expert group's unfinished responses that must end before a call returns."""
+    tokens_per_step: float = 1.0
+    """Tokens that a slot samples in a step: above 1 with drafts."""
+
+    def in_steps(self) -> "Decoder":
+        """Return the decoder in whose unit a slot takes one step: columns, pages and prompts count so many steps."""
+        times = self.tokens_per_step
+        steps = tuple(step._replace(key_s=step.key_s * times) for step in self.steps)
+        sizes = {"prompt": round(self.prompt / times), "page": max(1, round(self.page / times))}
+        return dataclasses.replace(self, steps=steps, tokens_per_step=1.0, **sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +89,12 @@ def decode(decoder: Decoder, prefix: Int[np.ndarray, " B"], left: Int[np.ndarray
 
     Responses begin with `prefix` tokens and have `left` to sample, 0 if they ended before.
     """
+    if (times := decoder.tokens_per_step) > 1:
+        steps = np.where(left > 0, 1 + np.ceil((left - 1) / times), 0).astype(np.int64)
+        call = decode(decoder.in_steps(), np.ceil(prefix / times).astype(np.int64), steps)
+        tokens = 1 + np.round((call.sampled - 1) * times)
+        sampled = np.where(call.sampled == steps, left, np.clip(tokens, np.minimum(call.sampled, 1), left))
+        return dataclasses.replace(call, sampled=sampled.astype(call.sampled.dtype))
     N, most = decoder.shards, decoder.steps[0].slots
     prefix, left = (x.reshape(N, -1).astype(np.int64) for x in (prefix, left))
     needed = np.maximum(left - 1, 0)  # prefill samples the first token

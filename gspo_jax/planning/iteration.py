@@ -22,6 +22,7 @@ from gspo_jax.planning import decoding
 from gspo_jax.planning.programs import NAMES
 from gspo_jax.planning.setting import Setting
 from gspo_jax.rollout import prefixes as prefixes_lib
+from gspo_jax.rollout.loop import slot_counts
 from gspo_jax.training.packing import Packer
 
 PHASES = ("reshard", "prefill", "decode", "reward", "score", "update")
@@ -139,23 +140,23 @@ KERNEL = "paged_attention"
 
 
 def decode_steps(loops: Sequence[tuple[costs_lib.Costs, float]], setting: Setting) -> list[dict[str, Any]]:
-    """Return each phase's `decoding.Step` as a dict, from costs and elapsed seconds. Each phase halves the slots."""
+    """Return each phase's `decoding.Step` as a dict, from costs and elapsed seconds."""
     rates, data = setting.rates, setting.config.data
-    slots, pool = setting.decoder_size
+    most, pool = setting.decoder_size
     longest = pool.columns * pool.per_response(setting.config.sampling.max_response_length)
     found = []
-    for phase, (costs, elapsed) in enumerate(loops):
+    for slots, (costs, elapsed) in zip(slot_counts(most, setting.engine.sampler.drafting), loops, strict=False):
         own = sum(c.times * (c.seconds(rates) - rates.launch) for c in costs.operations if KERNEL in c.operation)
-        columns = min((slots >> phase) * longest, pool.pages * pool.columns) + (slots >> phase) * data.max_prompt_length
+        columns = min(slots * longest, pool.pages * pool.columns) + slots * data.max_prompt_length
         fixed_s, key_s = costs.executed(rates) - own, own / columns
         exposed = elapsed - costs.executed(rates)
-        step = decoding.Step(slots >> phase, fixed_s / rates.efficiency + exposed, key_s / rates.efficiency)
+        step = decoding.Step(slots, fixed_s / rates.efficiency + exposed, key_s / rates.efficiency)
         found.append(step._asdict())
     return found
 
 
-def make_run(programs: Mapping[str, Mapping[str, Any]], setting: Setting) -> Recipe:
-    """Return the recipe of a planned run.
+def make_run(programs: Mapping[str, Mapping[str, Any]], setting: Setting, *, tokens_per_step: float = 1.0) -> Recipe:
+    """Return the recipe of a planned run, whose slots sample so many tokens in a step.
 
     Raises:
       UserError: a program is missing or does not fit.
@@ -181,7 +182,9 @@ def make_run(programs: Mapping[str, Mapping[str, Any]], setting: Setting) -> Rec
         reshard_s=program_seconds(programs["reshard"], setting),
         deal_s=program_seconds(programs["deal"], setting),
         prefill_s=program_seconds(programs["sample_prefill"], setting),
-        decoder=_decoder(setting, programs["sample_decode"]["steps"]),
+        decoder=dataclasses.replace(
+            _decoder(setting, programs["sample_decode"]["steps"]), tokens_per_step=tokens_per_step
+        ),
         reward_s=answers * sum(ANSWER_S.get(name, 0.0) for name in config.rewards),
         update=rate(programs["update"], setting, "update"),
         forward=rate(programs["score"], setting, "score"),

@@ -75,7 +75,8 @@ class Setting:
         elif name == "sample_decode":
             (own, pool), shards = self.decoder_size, mesh_lib.batch_shards(dict(self.engine.meshes.sampler.shape))
             slots, columns = shards * own, shards * min(own * T, pool.pages * pool.columns)
-            whole = flops_lib.Work(slots, slots, slots * S + columns)
+            fed = 1 + self.engine.sampler.drafting.tokens
+            whole = flops_lib.Work(fed * slots, fed * slots, fed * (slots * S + columns))
         elif name in ("deal", "reshard"):
             whole = flops_lib.Work(0, 0, 0)
         else:

@@ -39,9 +39,13 @@ class Drafting:
     """Most drafts per slot and step."""
     fixed_rows: int | None = None
     """None: by the platform."""
+    always: bool = False
+    """Take the widest steps alone, whether they pay or not, as `plan` does."""
 
     def widths(self, slots: int) -> tuple[int, ...]:
         """Return the tokens per slot that steps of so many slots may feed."""
+        if self.always:
+            return (1 + self.tokens,)
         fixed = _FIXED_ROWS[platform()] if self.fixed_rows is None else self.fixed_rows
         allowed = [_BETWEEN, 1 + self.tokens] if 1 + self.tokens >= 2 * _BETWEEN else [1 + self.tokens]
         return 1, *(q for q in allowed if q > 1 and q * (fixed + slots) > _WORTH * (fixed + q * slots))

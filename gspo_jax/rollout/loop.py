@@ -47,7 +47,7 @@ from gspo_jax.models.cache import Cache, DecodeSlots, empty_pool, write_prefix
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
-from gspo_jax.rollout.drafting import NO_DRAFTS, Drafting, DraftState, Held, drafted
+from gspo_jax.rollout.drafting import Drafting, DraftState, Held, drafted
 from gspo_jax.rollout.drafts import accepted
 from gspo_jax.rollout.pages import PageTable, Pool
 from gspo_jax.rollout.prefilled import Prefilled, SampledTokens, flatten_routes
@@ -165,14 +165,10 @@ def _written(log: Shaped[Array, "rows *b"], new: Shaped[Array, "Q *b"], row: Int
     return with_layout_constraint(written, Layout(tuple(range(log.ndim))))
 
 
-def phases(
-    slots: int, prefilled: Prefilled, limits: Array | None, stop: StopRule, drafting: Drafting = NO_DRAFTS
-) -> list[int]:
-    """Return a shard's slots in each phase: `slots`, then divided as often as allowed if lengths can differ."""
+def slot_counts(slots: int, drafting: Drafting) -> list[int]:
+    """Return a shard's slots in each phase where lengths can differ: `slots`, then divided as often as allowed."""
     counts = [slots]
-    if not stop.eos_ids and limits is None and prefilled.prefix is None:
-        return counts
-    for divisor in _DRAFTING_SHRINKS if len(drafting.widths(slots)) > 1 else _SHRINKS:
+    for divisor in _SHRINKS if drafting.widths(slots) == (1,) else _DRAFTING_SHRINKS:
         if counts[-1] // divisor >= _MIN_SLOTS:
             counts.append(counts[-1] // divisor)
     return counts
@@ -199,7 +195,8 @@ class DecodeLoop:
         n = keys.shape[0]
         self.prefilled, self.keys, self.prefix_lengths = prefilled, keys, prefilled.prefix_lengths
         self.sampling, self.stop, self.slots, self.pool = sampling, stop, slots, pool
-        self.slot_counts = phases(slots, prefilled, limits, stop, drafting)
+        may_differ = stop.eos_ids or limits is not None or prefilled.prefix is not None
+        self.slot_counts = slot_counts(slots, drafting) if may_differ else [slots]
         """Slots of each phase."""
         self.drafting, self.drafts = drafting, drafting.widest(self.slot_counts) - 1
         """Most drafts per slot and step."""
@@ -404,7 +401,7 @@ class DecodeLoop:
             counts = mesh_lib.sum_shards(jnp.stack(counts), ("expert",))
             return dataclasses.replace(state, running=(counts > 0).all())
         drafts, widths = state.drafts, self.drafting.widths(len(state.slots.positions))
-        if len(widths) > 1:
+        if widths != (1,):
             drafts = self._drafted(state, drafts)
         gained = drafts.gained(widths, state.slots.positions < self.queue.shape[0])
         tried, right = trials or (jnp.zeros(()), jnp.zeros(()))

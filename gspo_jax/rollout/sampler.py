@@ -73,7 +73,7 @@ class Sampler:
         self._weights: Weights | None = None
         self._sampling, self._slots, self._router_logprobs = sampling, slots, router_logprobs
         self._poll_steps, self._cache_dtype = poll_steps, cache_dtype
-        self._pool_tokens, self._drafting = pool_tokens, drafting
+        self._pool_tokens, self.drafting = pool_tokens, drafting
         self.columns = page_columns(page, stop.max_length, mesh.devices.flat[0].platform)
         self.group_size, self.stop, self.mesh = group_size, stop, mesh
         self.copy_bytes = 0
@@ -105,7 +105,7 @@ class Sampler:
             "slots": own * shards,
             "pool": pool,
             "min_ended": min_ended,
-            "drafting": self._drafting,
+            "drafting": self.drafting,
         }
 
     def pieces(self, responses: int, min_ended: float = 1.0) -> PolledDecode | None:

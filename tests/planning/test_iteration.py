@@ -1,10 +1,12 @@
 """The projected time of an iteration against one that is gone through step by step (stepwise.py), and its picture."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
 from functools import cache
 from statistics import NormalDist
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +15,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from gspo_jax import cli, plan
+from gspo_jax.config import base
 from gspo_jax.errors import UserError
 from gspo_jax.lengths import Lengths
 from gspo_jax.planning import decoding, iteration, timeline
@@ -21,6 +24,7 @@ from gspo_jax.planning.decoding import Decoder, Step
 from gspo_jax.planning.iteration import Rate, Recipe, TokenRows
 from gspo_jax.planning.rates import Rates
 from gspo_jax.planning.show import show_iteration
+from gspo_jax.rollout.drafting import NO_DRAFTS
 from gspo_jax.rollout.pages import Pool
 from gspo_jax.training.packing import Packer
 from tests import stepwise
@@ -103,12 +107,31 @@ def test_a_call_by_hand():
     assert call.idle_s == call.waiting_s == 0
 
 
+def test_drafts_take_fewer_steps():
+    """With two tokens a step, lengths 9, 1, 5 and 3 take the steps of the call by hand, and read twice the columns."""
+    steps = Step(2, 10.0, 0.5), Step(1, 5.0, 0.5)
+    decoder = Decoder(shards=1, lockstep=1, steps=steps, prompt=0, page=4, pages=None, poll_steps=9, tokens_per_step=2)
+    call = decoding.decode(decoder, np.zeros(4, int), np.array([9, 1, 5, 3]))
+    assert call.sampled.tolist() == [9, 1, 5, 3] and call.steps == 4
+    assert call.seconds == (10 + 4) + (10 + 6) + (10 + 6) + (5 + 5)
+
+
+def test_a_partial_call_with_drafts_samples_no_more_than_is_left():
+    decoder = dataclasses.replace(DECODER, share=0.5, pages=30, tokens_per_step=1.6)
+    left = LENGTHS.draw(128, np.random.default_rng(1)).astype(int)
+    call = decoding.decode(decoder, np.zeros(128, int), left)
+    whole = decoding.decode(dataclasses.replace(decoder, tokens_per_step=1.0), np.zeros(128, int), left)
+    assert (call.sampled <= left).all() and (call.sampled == left).sum() >= 64
+    assert call.steps < 0.8 * whole.steps
+
+
 class Sized(NamedTuple):
     """What `decode_steps` reads of a setting."""
 
     config: Any
     rates: Rates
     decoder_size: tuple[int, Pool]
+    engine: Any = SimpleNamespace(sampler=SimpleNamespace(drafting=NO_DRAFTS))
 
 
 def test_links_and_launches_in_a_decode_step():
@@ -416,3 +439,21 @@ def test_mistakes_are_told_before_anything_is_compiled(asked, says, tmp_path):
 def test_a_program_without_a_time():
     with pytest.raises(UserError, match="--lengths needs the times of all programs, and score does not fit"):
         iteration.make_run({"update": {"seconds": {}}, "score": {"fits": False}}, setting=None)
+
+
+@pytest.mark.parametrize(
+    ("draft", "lengths", "accepted", "says"),
+    [
+        ("own", "lognormal:512:0.8", None, "give the tokens per step, such as --accepted=1.6"),
+        ("none", "lognormal:512:0.8", 1.6, "--accepted is 1.6; with sampling.draft=none"),
+        ("own", "lognormal:512:0.8", 4.5, "from 1 to 4 tokens"),
+        ("own", None, None, ""),
+        ("own", "lognormal:512:0.8", 4.0, ""),
+        ("none", "lognormal:512:0.8", None, ""),
+    ],
+)
+def test_what_drafts_gain_is_given(draft, lengths, accepted, says):
+    config = base()
+    config.sampling.draft = draft
+    with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
+        plan.check_accepted(config, lengths, accepted)
