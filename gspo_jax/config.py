@@ -123,8 +123,8 @@ def base() -> ConfigDict:
     config.sampling.partial = ConfigDict()  # unfinished responses resume in the next sampling call
     # Prompts in flight per sampling call, more than data.prompts_per_batch. None: no partial rollouts.
     config.sampling.partial.prompts = placeholder(int)
-    # End the sampling call once this share of its unfinished responses has ended, on each group of shards that share
-    # experts.
+    # End the sampling call once this share of its unfinished responses has ended. It is looked at every 256 steps; in a
+    # shorter decode after each, on each group of shards that share experts.
     config.sampling.partial.share = 0.9
     # Maximum sampling rounds per iteration. Above 1: DAPO's dynamic sampling, replacing groups with all advantages 0.
     config.sampling.rounds = 1

@@ -79,7 +79,7 @@ def generate(decoding: Decoding, done: np.ndarray, lengths: np.ndarray) -> tuple
 
     def goes_on(fewer: int) -> np.ndarray:
         here = ((held >= 0).sum(axis=1) + waiting > fewer).reshape(groups, lockstep).any(axis=1)
-        return here & ((over - least).reshape(groups, lockstep).sum(axis=1) < 0)
+        return here if decoding.poll else here & ((over - least).reshape(groups, lockstep).sum(axis=1) < 0)
 
     seconds, steps = np.zeros(groups), np.zeros(groups, int)
     of_piece, before = np.zeros(groups), np.zeros(groups, int)  # since all shards last waited for one another
@@ -94,7 +94,7 @@ def generate(decoding: Decoding, done: np.ndarray, lengths: np.ndarray) -> tuple
         if not ready.any():
             seconds[:] += of_piece.max()
             of_piece[:], before = 0, steps.copy()
-            if not running.any():
+            if not running.any() or (decoding.poll and decoding.share < 1 and over.sum() >= least.sum()):
                 return seconds.max(), steps.max(), done
             continue
         own = np.repeat(ready, lockstep)

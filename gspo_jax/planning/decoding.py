@@ -45,7 +45,8 @@ class Decoder:
     poll_steps: int | None
     """Steps after which all shards wait for the slowest, if any."""
     share: float = 1.0
-    """Share of an expert group's unfinished responses that must end before a call returns."""
+    """Share of the unfinished responses that must end before a call returns: of all, after the piece in which they do,
+    or of an expert group if a call is one program."""
     tokens_per_step: float = 1.0
     """Tokens that a slot samples in a step: above 1 with drafts."""
 
@@ -112,7 +113,12 @@ def decode(decoder: Decoder, prefix: Int[np.ndarray, " B"], left: Int[np.ndarray
     leaves = np.full(groups, NEVER)
     if decoder.share < 1:
         spared = np.floor(np.float32(1 - decoder.share) * (left > 0).sum(axis=1, dtype=np.float32)).astype(np.int64)
-        leaves = _after(np.sort(ends.reshape(groups, -1), axis=1), (queued - spared).reshape(groups, -1).sum(axis=1))
+        enough, poll = queued - spared, decoder.poll_steps
+        if poll is None:
+            leaves = _after(np.sort(ends.reshape(groups, -1), axis=1), enough.reshape(groups, -1).sum(axis=1))
+        else:
+            (last,) = _after(np.sort(ends.reshape(1, -1), axis=1), enough.sum(keepdims=True))
+            leaves[:] = NEVER if last == NEVER else max(1, -(-last // poll)) * poll
 
     def through(waiting: int) -> Int[np.ndarray, " groups"]:
         """Return the steps after which no shard of a group has more than `waiting` responses, or enough have ended."""

@@ -183,7 +183,8 @@ def decode(
       limits: token limit of each response, prefix included; 0 leaves it empty.
       slots: responses decoded at a time, over all devices, equally many per batch shard.
       pool: a shard's pages of keys and values; None: enough for all slots.
-      min_ended: return once this share of an expert group's responses with a limit above 0 has ended.
+      min_ended: return once this share of an expert group's responses with a limit above 0 has ended. In pieces
+        (`polled`), return after that in which this share of all shards' has.
       drafting: what is drafted. It changes no token.
       prompt_length: to which the result's prompts and routes are padded; defaults to the prompts' own.
     """

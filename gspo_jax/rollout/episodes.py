@@ -332,7 +332,7 @@ class Buffer:
         """Start empty, or from a checkpoint's episodes, oldest groups first.
 
         A sampling call takes `in_flight` groups, more than the `groups` of a batch, and returns once the share
-        `min_ended` of an expert group's unfinished responses has ended.
+        `min_ended` of the unfinished responses has ended (see `decoder.decode`).
         """
         self._player, self._groups, self._group_size, self._in_flight = player, groups, group_size, in_flight
         self._min_ended = min_ended

@@ -191,7 +191,9 @@ class DecodeLoop:
         pool: Pool,
         min_ended: float,
         drafting: Drafting,
+        polled: bool = False,
     ):
+        """Take a shard's inputs. `polled`: the call returns between its pieces, and not within one (`goes_on`)."""
         n = keys.shape[0]
         self.prefilled, self.keys, self.prefix_lengths = prefilled, keys, prefilled.prefix_lengths
         self.sampling, self.stop, self.slots, self.pool = sampling, stop, slots, pool
@@ -218,7 +220,9 @@ class DecodeLoop:
             self.queue = jnp.lexsort((self.queue, ended)).astype(jnp.int32)
             self.queue_length = n - ended.sum(dtype=jnp.int32)
         self.enough = None
-        """Stop once this many responses have ended, including any with limit 0; summed over the expert group."""
+        """Stop once this many responses have ended, including any with limit 0; summed over the expert group, or over
+        all shards if polled."""
+        self.polled = polled
         if min_ended < 1:
             self.enough = n - jnp.floor((1 - min_ended) * (self.limits > 0).sum()).astype(jnp.int32)
 
@@ -269,6 +273,13 @@ class DecodeLoop:
             if phase + 1 < len(self.slot_counts):
                 state = self._next_phase(state, phase)
         return state
+
+    def goes_on(self, state: LoopState) -> Bool[Array, ""]:
+        """Return whether any shard goes on after a piece: alike on all, so that none waits for a slower one."""
+        running = mesh_lib.any_shard(state.running)
+        if self.enough is None:
+            return running
+        return running & (mesh_lib.sum_shards(self.enough - state.num_ended, mesh_lib.BATCH_AXES) > 0)
 
     def finish(self, state: LoopState, *, prompt_length: int) -> Decoded:
         """Return the responses."""
@@ -396,7 +407,8 @@ class DecodeLoop:
         """
         active = (state.slots.positions < self.queue.shape[0]).sum()
         here = active + jnp.maximum(self.queue_length - state.next_position, 0) > self._fewer(phase)
-        counts = [here.astype(jnp.int32), *([] if self.enough is None else [self.enough - state.num_ended])]
+        missing = [] if self.enough is None or self.polled else [self.enough - state.num_ended]
+        counts = [here.astype(jnp.int32), *missing]
         if state.drafts is None:
             counts = mesh_lib.sum_shards(jnp.stack(counts), ("expert",))
             return dataclasses.replace(state, running=(counts > 0).all())

@@ -80,7 +80,7 @@ class PolledDecode:
     ) -> Any:
         """Call `piece(loop, state)` per batch shard; the first has no state."""
         options: Any = {"sampling": self.sampling, "stop": self.stop, "min_ended": self.min_ended, "pool": self.pool}
-        options |= {"slots": self.slots // shards(), "drafting": self.drafting}
+        options |= {"slots": self.slots // shards(), "drafting": self.drafting, "polled": True}
 
         def shard(weights: Weights, prefilled: Prefilled, keys: Any, limits: Any, state: Any, pools: Any) -> Any:
             loop = DecodeLoop(self.graph, weights, prefilled, keys, limits, **options)
@@ -119,7 +119,7 @@ def advance_piece(
 ) -> tuple[tuple[_Leaves, _Leaves], Bool[Array, ""]]:
     def piece(loop: DecodeLoop, state: LoopState) -> tuple[tuple[_Leaves, _Leaves], Array]:
         after = loop.advance(state, decode.poll_steps)
-        return _pack(after), mesh_lib.any_shard(after.running)
+        return _pack(after), loop.goes_on(after)
 
     return decode.run(piece, weights, inputs, state, pools, out_specs=(ROWS, PartitionSpec()))
 

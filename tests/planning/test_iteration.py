@@ -414,7 +414,7 @@ def test_it_is_shown_and_drawn(tmp_path):
     console = Console(record=True, width=200)
     show_iteration(console, found.facts("lognormal:512:0.8", 8))
     said = console.export_text()
-    assert "iteration with lengths lognormal:512:0.8 (projected, not measured)" in said and "other shards" in said
+    assert "iteration with lengths lognormal:512:0.8 (projected, not measured)" in said and "idle slots" in said
     timeline.draw(run, found, "lognormal:512:0.8", "v5p:2x2x2, 8 chips", tmp_path / "drawn.png")
     assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
 

@@ -17,6 +17,7 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.rows import shards
 from gspo_jax.rollout import decoder, polled
 from gspo_jax.rollout.decoder import make_reshard, response_keys
+from gspo_jax.rollout.drafting import NO_DRAFTS
 from gspo_jax.rollout.pages import Pool, whole_pool
 from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.prefixes import Prefix, pack
@@ -336,18 +337,26 @@ def test_coming_back_to_the_host_changes_no_bit(pool):
         prefix = pack(*jax.device_get((batch, said)), shards=shards(), limit=70)
         options = {"sampling": SamplingParams(), "router_logprobs": True, "cache_dtype": "int8"}
         prefilled = decoder.prefill(GRAPH, copy, batch, keys, prefix, **options)
-        options = {"sampling": SamplingParams(), "stop": SETTINGS["stop"], "slots": 16, "min_ended": 0.5}
-        options["pool"] = pool
+        options = {"sampling": SamplingParams(), "stop": SETTINGS["stop"], "slots": 16, "pool": pool}
         expected = decoder.decode(GRAPH, copy, prefilled, keys, limits, **options)
         polls = []
+        options |= {"drafting": NO_DRAFTS, "min_ended": 1.0}
         pieces = PolledDecode(graph=GRAPH, **options, poll_steps=16)
         found = pieces(copy, prefilled, keys, limits, prompt_length=batch.tokens.shape[1], poll=lambda: polls.append(0))
         for part in polled.begin_piece(pieces, copy, (prefilled, keys, limits))[1]:
             spread = NamedSharding(mesh, PartitionSpec(*polled.POOLS[: part.ndim]))
             assert part.sharding.is_equivalent_to(spread, part.ndim)
+        pieces = PolledDecode(graph=GRAPH, **options | {"min_ended": 0.5}, poll_steps=16)
+        cut = pieces(copy, prefilled, keys, limits, prompt_length=batch.tokens.shape[1], poll=lambda: None)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     assert len(polls) >= np.asarray(expected.stats.steps).max() // 16
+    ended, steps = ~np.asarray(cut.unfinished), np.asarray(cut.stats.steps)
+    assert 16 <= ended.sum() < 32 and not ended[-4:].all(), "half of all have ended, the last shards' have not"
+    assert steps.max() % 16 == 0, "all go on until the first piece after which enough have ended"
+    masks = np.asarray(cut.rollout.mask)
+    np.testing.assert_array_equal(cut.rollout.tokens, np.where(masks, found.rollout.tokens, 0))
+    np.testing.assert_array_equal(masks.sum(axis=1)[ended], np.asarray(found.rollout.mask).sum(axis=1)[ended])
 
 
 def test_a_cache_in_int8_samples_from_a_policy_close_to_the_trainers(rollout):
