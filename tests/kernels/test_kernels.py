@@ -155,8 +155,8 @@ def test_causal_attention_is_softmax_over_the_valid_keys_so_far(T):
 def test_prompt_and_pages_are_one_softmax(slots, longest, cache_dtype):
     """Shared prompt keys and pages of own keys, under one softmax, equal naive attention over one contiguous row.
 
-    Checked to 1e-5 for slots in row order, few slots, and one, with pages in random order. With int8 they equal
-    attention over the values that are stored.
+    Checked to 1e-5 for slots in row order, few slots, and one, with pages in random order, and for two queries of each,
+    of which the first sees a token less. With int8 they equal attention over the values that are stored.
     """
     rng = np.random.default_rng(longest)
     L, P, G, S, Kv, h, layer = 2, 3, 2, 4, 2, 8, 1
@@ -168,13 +168,14 @@ def test_prompt_and_pages_are_one_softmax(slots, longest, cache_dtype):
     ages[0] = longest
     if B > 1:
         ages[1] = 0  # an idle slot
+    ages = np.stack([np.maximum(ages - 1, ages > 0), ages], axis=1)
     table = rng.permutation(B * W).reshape(B, W)
-    q = rng.standard_normal((B, 4, h)).astype(np.float32)
+    q = rng.standard_normal((B, 2, 4, h)).astype(np.float32)
     prompt_k, prompt_v = rng.standard_normal((2, L, P, Kv, S, h)).astype(np.float32)
     k, v = rng.standard_normal((2, L, B * W, Kv, C, h)).astype(np.float32)
     rows = None
     if slots != "aligned":
-        rows = SlotRows.of(jnp.asarray(responses), jnp.asarray(ages > 0), P, G)
+        rows = SlotRows.of(jnp.asarray(responses), jnp.asarray(ages[:, 0] > 0), P, G)
     kv = [stored(jnp.asarray(a), cache_dtype) for a in (prompt_k, prompt_v, k, v)]
     if cache_dtype is not None:
         prompt_k, prompt_v, k, v = (np.asarray(a.values * a.scale[..., None]) for a in kv)
@@ -182,15 +183,15 @@ def test_prompt_and_pages_are_one_softmax(slots, longest, cache_dtype):
     where = {"layer": jnp.asarray(layer), "table": jnp.asarray(table), "ages": jnp.asarray(ages), "rows": rows}
     got = jax.jit(decode_attention)(*arrays, **where)
 
-    for b in np.flatnonzero(ages):
+    for b, i in np.argwhere(ages > 0):
         p = responses[b] // G
         own_k, own_v = (
-            np.concatenate([a[layer, p][:, : lengths[p]], *pool[layer, table[b]]], axis=1)[:, : lengths[p] + ages[b]]
+            np.concatenate([a[layer, p][:, : lengths[p]], *pool[layer, table[b]]], axis=1)[:, : lengths[p] + ages[b, i]]
             for a, pool in ((prompt_k, k), (prompt_v, v))
         )
         own_k, own_v = (np.swapaxes(a, 0, 1)[None] for a in (own_k, own_v))
-        expected = naive_attention(q[b][None, None], own_k, own_v, np.ones((1, 1, own_k.shape[1]), bool))
-        np.testing.assert_allclose(got[b], expected[0, 0], atol=1e-5)
+        expected = naive_attention(q[b, i][None, None], own_k, own_v, np.ones((1, 1, own_k.shape[1]), bool))
+        np.testing.assert_allclose(got[b, i], expected[0, 0], atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", mostly_slow([1, 6, 14, 1000], always=[6, 1000]))

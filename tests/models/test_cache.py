@@ -30,13 +30,17 @@ def test_each_token_of_a_head_has_a_scale():
 
 
 def test_tokens_and_prefixes_are_written_with_their_scales():
-    pool, rows, new = draw((L, M, KV, C, H)), draw((2, L, KV, 40, H), 1), draw((B, KV, H), 2)
-    one, pages, columns = jnp.asarray(1), jnp.asarray([3, M, 0, 8]), jnp.asarray([7, 0, 2, 0])
+    pool, rows, new = draw((L, M, KV, C, H)), draw((2, L, KV, 40, H), 1), draw((B, 2, KV, H), 2)
+    one, pages, columns = (
+        jnp.asarray(1),
+        jnp.asarray([[3, 4], [M, M], [0, M], [8, 8]]),
+        jnp.asarray([[7, 0], [0, 0], [2, 3], [0, 1]]),
+    )
     whole = write_tokens(pool, one, new, pages, columns)
     equal(write_tokens(stored(pool, "int8"), one, new, pages, columns), whole)
     expected = np.array(pool)
-    for slot in (0, 2, 3):  # slot 1 is idle
-        expected[1, pages[slot], :, columns[slot]] = new[slot]
+    for at in ((0, 0), (0, 1), (2, 0), (3, 0), (3, 1)):  # slot 1 is idle, slot 2 feeds one token
+        expected[1, pages[at], :, columns[at]] = new[at]
     np.testing.assert_array_equal(whole, expected)
 
     row, start, length = map(jnp.asarray, (1, 21, 19))
@@ -58,9 +62,10 @@ def test_rows_shorter_than_a_page_fill_its_beginning():
 def test_the_newest_column_is_the_last_of_its_slots_pages():
     table, prompts, pool = jnp.asarray([[4, 1], [0, 8], [2, 3]]), draw((L, 2, KV, 5, H)), draw((L, M, KV, C, H))
     cache = Cache(prompts, prompts, jnp.asarray([5, 2]), pool, pool, table, 2)
-    pages, columns = cache.newest(jnp.asarray([8, 9, 0]))
-    np.testing.assert_array_equal(pages, [4, 8, M])
-    np.testing.assert_array_equal(columns[:2], [7, 0])
+    pages, columns = cache.newest(jnp.asarray([[8, 9], [9, 0], [0, 0]]))
+    np.testing.assert_array_equal(pages, [[4, 1], [8, M], [M, M]])
+    np.testing.assert_array_equal(columns[0], [7, 0])
+    assert columns[1, 0] == 0
 
 
 def test_an_empty_pool_is_stored_as_the_prompts_are():
