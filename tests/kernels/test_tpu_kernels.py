@@ -248,10 +248,14 @@ def stacked(*shape, int8, rank=16):
     return Stacked(one(jnp.int8, *shape), one(jnp.float32, *lead, 1, m), low)
 
 
-def decode(target, name, dtype, cache_dtype=None):
-    """Compile the kernels of one layer of a decode step; with `cache_dtype`, all of it in int8, with adapters."""
+def decode(target, name, dtype, cache_dtype=None, queries=1):
+    """Compile the kernels of one layer of a decode step; with `cache_dtype`, all of it in int8, with adapters.
+
+    Slots feed so many `queries` each.
+    """
     mesh, int8 = topology.topology_mesh(target, {"data": -1}), cache_dtype is not None
-    D, H, Kv, h, E, F, B, N = MODELS[name]
+    D, H, Kv, h, E, F, slots, N = MODELS[name]
+    B, N = queries * slots, queries * N
     matrix, k, held, page, pages = functools.partial(stacked, int8=int8), 8, max(E // 32, 1), 256, 16
 
     def one(dtype, *shape):
@@ -274,8 +278,8 @@ def decode(target, name, dtype, cache_dtype=None):
         x, rows, log = output_and_routes(attended, x, y, active, o, router, log, **options)
         return x, rows, log, pools, experts_sum(packed, *experts, layer=layer, first=0, k=k, experts=E)
 
-    rows, numbers, norm = one(jnp.bfloat16, B, D), one(jnp.int32, B), one(jnp.float32, 2, 1, D)
-    own = keys(2, B * pages, Kv, page, h)
+    rows, norm, own = one(jnp.bfloat16, B, D), one(jnp.float32, 2, 1, D), keys(2, slots * pages, Kv, page, h)
+    visits = one(jnp.int32, 4), one(jnp.int32, slots, pages), one(jnp.int32, slots), one(jnp.int32, slots, queries)
     prompt, of_experts = keys(2, 4, Kv, 512, h), () if not E else (held,)
     routed = packed = None
     if E:
@@ -288,7 +292,7 @@ def decode(target, name, dtype, cache_dtype=None):
     arguments = (
         *(rows, rows, norm, matrix(D, H * h), matrix(D, Kv * h), matrix(D, Kv * h), matrix(H * h, D)),
         *((one(jnp.float32, B, h),) * 2, (one(jnp.float32, 2, 1, h),) * 2 if h == 128 else (), routed),
-        *(((prompt, prompt), (own, own)), (one(jnp.int32, 4), one(jnp.int32, B, pages), numbers, numbers)),
+        *(((prompt, prompt), (own, own)), visits),
         *(packed, experts, one(jnp.int32), one(jnp.float32, B, 1)),
     )
     with jax.set_mesh(mesh):
@@ -315,6 +319,16 @@ def decode_int8(target, name, dtype):
     return decode(target, name, dtype, "int8")
 
 
+def decode_drafts(target, name, dtype):
+    """Compile `decode` of slots that feed four tokens each."""
+    return decode(target, name, dtype, queries=4)
+
+
+def decode_int8_drafts(target, name, dtype):
+    """Compile `decode_int8` of slots that feed four tokens each."""
+    return decode(target, name, dtype, "int8", queries=4)
+
+
 KERNELS = {
     packed: PACKED,
     experts: ROWS,
@@ -327,9 +341,12 @@ KERNELS = {
     vocabulary: PACKED,
     decode: MODELS,
     decode_int8: ("30B",),
+    decode_drafts: ("30B",),
+    decode_int8_drafts: ("30B",),
 }
 LARGEST = {(of, "many" if of.__name__.startswith("experts") else "long") for of in KERNELS}
-LARGEST |= {(decode, name) for name in MODELS} | {(decode_int8, "30B")}
+LARGEST |= {(decode, name) for name in MODELS}
+LARGEST |= {(of, "30B") for of in (decode_int8, decode_drafts, decode_int8_drafts)}
 REMATERIALISED = ("dots", "full")
 
 
