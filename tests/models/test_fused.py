@@ -160,10 +160,10 @@ MESHES = [
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("queries", [1, 2])
 @pytest.mark.parametrize(("config", "sizes", "options"), MESHES)
-def test_the_fused_step_equals_the_plain_one_on_meshes(config, sizes, options, monkeypatch):
-    check(config, sizes, monkeypatch, **options)
-    check(config, sizes, monkeypatch, **options, queries=2)
+def test_the_fused_step_equals_the_plain_one_on_meshes(config, sizes, options, queries, monkeypatch):
+    check(config, sizes, monkeypatch, **options, queries=queries)
 
 
 def test_other_layers_take_the_plain_step(monkeypatch):
