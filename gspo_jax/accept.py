@@ -4,7 +4,7 @@
 
 A source is a run folder, whose `samples/` and tokenizer are read, or a file of rows with the fields `--completion` and
 `--prompt`, cut into tokens by `--tokenizer`. Completions of one prompt are a group; with a number `epoch` in the rows,
-those of earlier epochs are drafts of later ones, as earlier steps of a run are. A group's responses are decoded side by
+those of the epoch before are drafts of the next, as earlier steps of a run are. A group's responses are decoded side by
 side, by the drafter of the sampler (rollout/drafts.py): what it reads is what would have been there at the time.
 """
 
@@ -27,11 +27,9 @@ from gspo_jax.folder.storage import SAMPLES
 from gspo_jax.parser import make_parser
 from gspo_jax.progress import make_table
 from gspo_jax.rollout.drafts import MOST, Drafter
+from gspo_jax.rollout.history import ROWS
 from gspo_jax.setup import policy
 from gspo_jax.studies.acceptance import Acceptance, Group, measure
-
-_EARLIER = 8
-"""Most responses of earlier epochs that a group copies from."""
 
 
 class _Completion(NamedTuple):
@@ -64,6 +62,8 @@ def accept(
     if folder is None:
         raise UserError(f"{source} is a file of texts; give the folder of the model's tokenizer with --tokenizer")
     groups = grouped(completions, Tokenizer.load(folder))
+    if all(len(response) < 2 for group in groups for response in group.responses):
+        raise UserError(f"{source} has only completions of one token; give some in which a step can follow the prefill")
     drafters: list[Drafter] = ["own"]
     if any(len(group.responses) > 1 for group in groups):
         drafters.append("group")
@@ -73,7 +73,7 @@ def accept(
 
 
 def grouped(completions: Sequence[_Completion], tokenizer: Tokenizer) -> list[Group]:
-    """Return the groups of one prompt and epoch, with responses of earlier epochs, the newest first."""
+    """Return the groups of one prompt and epoch, each with those responses of the epoch before that a run keeps."""
     texts: dict[tuple[str, int], list[list[int]]] = {}
     encoded = tokenizer.encode_batch([one.text for one in completions])
     for one, tokens in zip(completions, encoded, strict=True):
@@ -85,9 +85,9 @@ def grouped(completions: Sequence[_Completion], tokenizer: Tokenizer) -> list[Gr
     prompts = dict(zip(epochs, tokenizer.encode_batch(list(epochs)), strict=True))
     found = []
     for (prompt, epoch), responses in texts.items():
-        before = sorted((other for other in epochs[prompt] if other < epoch), reverse=True)
-        earlier = [response for other in before for response in texts[prompt, other]]
-        found.append(Group(prompts[prompt], responses, earlier[:_EARLIER]))
+        before = max((other for other in epochs[prompt] if other < epoch), default=None)
+        earlier = [] if before is None else texts[prompt, before][:ROWS]
+        found.append(Group(prompts[prompt], responses, earlier))
     return found
 
 

@@ -12,7 +12,7 @@ from ml_collections.config_dict import placeholder
 from gspo_jax import objectives
 from gspo_jax.data.templates import CLOCK
 from gspo_jax.objectives import mismatch
-from gspo_jax.rollout.drafts import MOST
+from gspo_jax.rollout.drafts import MOST, Drafter
 
 
 def base() -> ConfigDict:
@@ -355,7 +355,7 @@ RANGES = {
     "sampling.slots": COUNT,
     "sampling.pool_tokens": COUNT,
     "sampling.page": COUNT,
-    "sampling.draft": _one_of("none", "own", "group", "history"),
+    "sampling.draft": _one_of("none", *get_args(Drafter)),
     "sampling.draft_tokens": _from_to(1, MOST),
     **{f"sampling.mesh.{axis}": SAMPLER_AXIS for axis in ("data", "fsdp", "expert", "tensor")},
     "sampling.partial.prompts": COUNT,

@@ -167,6 +167,8 @@ def prepare(
 def check_accepted(config: ConfigDict, lengths: str | None, accepted: float | None) -> None:
     """Raise a UserError unless an iteration with drafts, and only that, has the tokens per step that it gains."""
     drafts = config.sampling.draft != "none"
+    if accepted is not None and lengths is None:
+        raise UserError(f"--accepted={accepted} needs the lengths of responses, such as --lengths=lognormal:4096:0.8")
     if accepted is None:
         if drafts and lengths is not None:
             raise UserError(
@@ -296,8 +298,8 @@ def main(config: ConfigDict) -> int:
     if f.tune:
         if f.lengths is None:
             raise UserError("--tune needs the lengths of responses, such as --lengths=lognormal:4096:0.8")
-        if config.sampling.draft != "none":
-            raise UserError("--tune does not search with drafts; use --config.sampling.draft=none")
+        if config.sampling.draft != "none" or f.accepted is not None:
+            raise UserError("--tune does not search with drafts; use --config.sampling.draft=none, without --accepted")
         shared: dict[str, Any] = {
             "slices": f.slices,
             "cache": cache,

@@ -22,12 +22,12 @@ _LATER: Any = None
 
 
 @struct.dataclass
-class Earlier:
-    """Earlier responses to P prompts, which drafts are copied from."""
+class TextRows:
+    """Texts of P groups, in tokens, which drafts are copied from."""
 
-    tokens: Int[Array, "P H T"]
-    lengths: Int[Array, "P H"]
-    """0: none."""
+    tokens: Int[Array, "P R M"]
+    lengths: Int[Array, "P R"]
+    """Tokens known so far; 0: none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Prompts:
     records: Sequence[Any] = _LATER
     valid: Bool[np.ndarray, " P"] = _LATER
     """False on rows that pad an evaluation's last batch."""
-    earlier: Earlier | None = None
+    earlier: TextRows | None = None
+    """Earlier responses to each prompt."""
 
 
 jax.tree_util.register_dataclass(

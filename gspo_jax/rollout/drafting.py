@@ -15,13 +15,16 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.backend import platform
-from gspo_jax.rollout.drafts import Drafter, Rows, accepted, newest_tokens, propose, readable
-from gspo_jax.types import Prompts
+from gspo_jax.rollout.drafts import Drafter, accepted, newest_tokens, propose, readable
+from gspo_jax.types import Prompts, TextRows
 
 _BETWEEN = 4
 """Tokens per slot and step of a width between one and the widest, if that is at least twice as wide."""
-_FIXED_ROWS = {"cpu": 16, "gpu": 128, "tpu": 512}
-"""Rows that take as long as what every step costs."""
+_FIXED_ROWS = {"cpu": 16, "tpu": 160}
+"""Rows that take as long as what every step costs. Of the 30B recipe's compiled steps on v5p:4x4x4, with one token a
+slot and with four: 110 with 16 slots a chip, 227 with 64. Of a CPU's, timed with the tiny model: about 16."""
+_ELSEWHERE = 128
+"""The same of other platforms; a guess."""
 _WORTH = 1.15
 """Widths that at best make a decode less than so many times as fast are not compiled."""
 _MEMORY = 0.98
@@ -32,9 +35,9 @@ _PRIOR = 8.0, 4.0
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """What a decode drafts."""
+    """Choose what decode steps draft, and how many tokens they feed."""
 
-    drafter: Drafter = "none"
+    drafter: Drafter = "own"
     tokens: int = 0
     """Most drafts per slot and step."""
     fixed_rows: int | None = None
@@ -46,7 +49,7 @@ class Drafting:
         """Return the tokens per slot that steps of so many slots may feed."""
         if self.always:
             return (1 + self.tokens,)
-        fixed = _FIXED_ROWS[platform()] if self.fixed_rows is None else self.fixed_rows
+        fixed = self._fixed
         allowed = [_BETWEEN, 1 + self.tokens] if 1 + self.tokens >= 2 * _BETWEEN else [1 + self.tokens]
         return 1, *(q for q in allowed if q > 1 and q * (fixed + slots) > _WORTH * (fixed + q * slots))
 
@@ -56,8 +59,12 @@ class Drafting:
 
     def best(self, widths: tuple[int, ...], gained: Float[Array, " widths"], slots: int) -> Int[Array, ""]:
         """Return the number of the width with the most of its expected tokens per time."""
-        fixed = _FIXED_ROWS[platform()] if self.fixed_rows is None else self.fixed_rows
-        return jnp.argmax(gained / jnp.array([fixed + q * slots for q in widths], jnp.float32)).astype(jnp.int32)
+        rows = jnp.array([self._fixed + q * slots for q in widths], jnp.float32)
+        return jnp.argmax(gained / rows).astype(jnp.int32)
+
+    @property
+    def _fixed(self) -> int:
+        return _FIXED_ROWS.get(platform(), _ELSEWHERE) if self.fixed_rows is None else self.fixed_rows
 
 
 NO_DRAFTS = Drafting()
@@ -65,7 +72,7 @@ NO_DRAFTS = Drafting()
 
 @struct.dataclass
 class DraftState:
-    """What is known for drafts of n responses in B slots."""
+    """Texts of n responses, and the drafts of B slots for the next step."""
 
     texts: Int[Array, "n T"]
     """Tokens of the responses so far."""
@@ -148,9 +155,8 @@ def drafted(
       room: most drafts of each slot.
     """
     (n, T), (B, k), P = state.texts.shape, state.tokens.shape, len(prompts.lengths)
-    G, earlier = n // P, prompts.earlier
-    texts, starts = Rows(state.texts.reshape(P, G, T), known.reshape(P, G)), Rows(prompts.tokens, prompts.lengths)
-    before = None if earlier is None else Rows(earlier.tokens, earlier.lengths)
+    G, before, starts = n // P, prompts.earlier, (prompts.tokens, prompts.lengths)
+    texts = TextRows(state.texts.reshape(P, G, T), known.reshape(P, G))
     if held.aligned:
         own, mine, at = jnp.eye(G, dtype=bool)[None], texts.tokens, texts.lengths
     else:  # each slot with its group's texts
@@ -158,8 +164,7 @@ def drafted(
         texts, starts, before = jax.tree.map(lambda x: x[prompt], (texts, starts, before))
         own = (jnp.arange(G)[None] == member[:, None])[:, None]
         mine, at = state.texts[held.responses][:, None], held.lengths[:, None]
-    newest = newest_tokens(starts.tokens, starts.lengths, mine, at)
-    opening = Rows(starts.tokens[:, None], starts.lengths[:, None])
+    newest, opening = newest_tokens(*starts, mine, at), TextRows(*(x[:, None] for x in starts))
     found = propose(newest, readable(drafter, own, opening, texts, before), k)
     count = jnp.clip(found.count.reshape(B), 0, room)
     return dataclasses.replace(state, tokens=found.tokens.reshape(B, k), count=jnp.where(held.active, count, 0))

@@ -11,9 +11,11 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-Drafter = Literal["none", "own", "group", "history"]
-"""What drafts are copied from: nothing; the prompt and the response itself; also the group's other responses; also
-earlier responses to the prompt."""
+from gspo_jax.types import TextRows
+
+Drafter = Literal["own", "group", "history"]
+"""What drafts are copied from: the prompt and the response itself; also the group's other responses; also earlier
+responses to the prompt."""
 
 CONTEXT = 8
 """Most newest tokens that are compared."""
@@ -31,34 +33,24 @@ class Texts(NamedTuple):
     """Tokens of each row that a response may read; 0: none."""
 
 
-class Rows(NamedTuple):
-    """Texts of P groups."""
-
-    tokens: Int[Array, "P R M"]
-    lengths: Int[Array, "P R"]
-    """Tokens known so far."""
-
-
 def readable(
-    drafter: Drafter, own: Bool[Array, "#P Q R"], prompts: Rows, responses: Rows, earlier: Rows | None = None
+    drafter: Drafter, own: Bool[Array, "#P Q R"], prompts: TextRows, responses: TextRows, earlier: TextRows | None
 ) -> list[Texts]:
     """Return what Q responses of each group may copy from.
 
     Args:
       own: True for a response's own row of `responses`, those of its group.
       prompts: a row per group.
-      earlier: earlier responses to the prompt.
+      earlier: earlier responses to the prompt; None: none are kept.
     """
     (P, _), Q = responses.lengths.shape, own.shape[1]
 
-    def all_of(rows: Rows) -> Texts:
+    def all_of(rows: TextRows) -> Texts:
         return Texts(rows.tokens, jnp.broadcast_to(rows.lengths[:, None], (P, Q, rows.lengths.shape[1])))
 
     found = [all_of(responses), all_of(prompts)]
-    if drafter in ("none", "own"):
+    if drafter == "own":
         found[0] = Texts(responses.tokens, jnp.where(own, found[0].lengths, 0))
-    if drafter == "none":
-        found = [Texts(texts.tokens, jnp.zeros_like(texts.lengths)) for texts in found]
     if drafter == "history" and earlier is not None:
         found.append(all_of(earlier))
     return found
@@ -86,14 +78,13 @@ def newest_tokens(
     return jnp.where(at >= 0, own, jnp.where(in_prompt >= 0, before, -1))
 
 
-def propose(newest: Int[Array, "P Q context"], sources: Sequence[Texts], count: int, *, least: int = LEAST) -> Drafted:
-    """Return up to `count` tokens that follow the longest occurrence of a response's newest tokens.
+def propose(newest: Int[Array, "P Q context"], sources: Sequence[Texts], count: int) -> Drafted:
+    """Return up to `count` tokens that follow the longest occurrence of a response's newest tokens, at least `LEAST`.
 
     Of equally long ones that of the first source, there the last in the text, there that of the first row.
 
     Args:
       newest: as of `newest_tokens`.
-      least: newest tokens that have to occur.
     """
     found = [_longest(newest, texts, count) for texts in sources]
     best = found[0]
@@ -104,7 +95,7 @@ def propose(newest: Int[Array, "P Q context"], sources: Sequence[Texts], count: 
             jnp.where(longer, other.count, best.count),
             jnp.where(longer, other.matched, best.matched),
         )
-    return best._replace(count=jnp.where(best.matched >= least, best.count, 0))
+    return best._replace(count=jnp.where(best.matched >= LEAST, best.count, 0))
 
 
 def _longest(newest: Array, texts: Texts, count: int) -> Drafted:

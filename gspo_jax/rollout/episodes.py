@@ -239,10 +239,14 @@ class Player:
         """
         if self._reply is None and not self._opening:  # one call suffices, and the rollout stays on the devices
             rollout = self._sampler(self._with_earlier(prompts), key, first=first)
+            batch = new_batch(rollout, prompts)
             if self.history is not None:
-                own = rollout.prompts, rollout.prompt_lengths, rollout.tokens, rollout.mask
-                self._remember(*hosts.allgather(own))
-            return new_batch(rollout, prompts)
+                every = (
+                    np.repeat(np.asarray(x), self._sampler.group_size, axis=0)
+                    for x in (prompts.tokens, prompts.lengths)
+                )
+                self.history.add(*every, hosts.allgather(rollout.tokens), batch.lengths)
+            return batch
         episodes = self.begin(prompts, key, first=first)
         while not episodes.ended.all():
             episodes = self.resume(episodes)
@@ -250,17 +254,14 @@ class Player:
 
     def to_batch(self, episodes: Episodes) -> Batch:
         rollout: Any = episodes.rollout
-        self._remember(rollout.prompts, rollout.prompt_lengths, rollout.tokens, rollout.mask)
+        if self.history is not None:
+            texts = rollout.prompts, rollout.prompt_lengths, rollout.tokens
+            self.history.add(*texts, rollout.mask.sum(axis=1))
         own = {name: getattr(episodes, name) for name in ("texts", "records", "turns", "stale_tokens")}
-        return _with_columns(hosts.shard_rows(self._sampler.mesh, episodes.rollout), own)
+        return _with_columns(hosts.shard_rows(self._sampler.mesh, rollout), own)
 
     def _with_earlier(self, prompts: Prompts) -> Prompts:
         return prompts if self.history is None else dataclasses.replace(prompts, earlier=self.history.of(prompts))
-
-    def _remember(self, prompts: np.ndarray, prompt_lengths: np.ndarray, tokens: np.ndarray, mask: np.ndarray) -> None:
-        """Add finished responses, of all processes, to the history."""
-        if self.history is not None:
-            self.history.add(prompts, prompt_lengths, tokens, mask.sum(axis=1))
 
     def _add_replies(self, episodes: Episodes, turn_over: Bool[np.ndarray, " B"], reply: Reply) -> Episodes:
         """Append the environment's replies where a turn is over, and reopen those episodes.

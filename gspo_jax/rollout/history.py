@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from gspo_jax.types import Earlier, Prompts
+from gspo_jax.types import Prompts, TextRows
 
 ROWS = 4
 """Most responses kept per prompt."""
@@ -36,15 +36,15 @@ class History:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def of(self, prompts: Prompts) -> Earlier:
-        """Return the responses kept for prompts [P, S], none of length 0."""
+    def of(self, prompts: Prompts) -> TextRows:
+        """Return the responses kept for prompts [P, S]; of length 0 where there are fewer."""
         P = len(prompts.lengths)
         tokens, lengths = np.zeros((P, self._rows, self._length), np.int32), np.zeros((P, self._rows), np.int32)
         for p, (text, length) in enumerate(zip(*map(np.asarray, (prompts.tokens, prompts.lengths)), strict=True)):
             for row, response in enumerate(self._kept.get(_name(text, int(length)), ())):
                 tokens[p, row, : len(response)], lengths[p, row] = response, len(response)
         kept: Any = tokens, lengths
-        return Earlier(*kept)
+        return TextRows(*kept)
 
     def add(
         self,

@@ -1,7 +1,7 @@
 """The decode loop of one batch shard: responses queue for slots, and every step decodes a token per slot, or several.
 
-Slots go to queue positions in order. Between phases the number of slots halves, and the unfinished responses move
-together. For example, 5 responses A to E on 2 slots, with an EOS from prefill as the first token of B:
+Slots go to queue positions in order. Between phases the number of slots halves (with drafts it becomes a quarter), and
+the unfinished responses move together. For example, 5 responses A to E on 2 slots, with an EOS from prefill as the first token of B:
 
     queue position     0    1    2    3    4
     response           A    C    D    E    B          queue_length = 4: B needs no slot and comes last
@@ -79,7 +79,7 @@ class DecodeStats(NamedTuple):
     drafted: Int[Array, " shards"]
     """Drafts fed."""
     accepted: Int[Array, " shards"]
-    """Of these, what the policy sampled in their place."""
+    """Drafts that the policy sampled in their place, of those fed."""
 
 
 class Decoded(NamedTuple):

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from gspo_jax.rollout.drafts import Drafter, Rows, accepted, newest_tokens, propose, readable
+from gspo_jax.rollout.drafts import Drafter, accepted, newest_tokens, propose, readable
+from gspo_jax.types import TextRows
 
 POSITIONS = (0, 32, 128, 512, 2048)
 """Bounds of the response positions told apart."""
@@ -40,7 +41,7 @@ class _Steps(NamedTuple):
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What one drafter does with drafts of one length."""
+    """Tokens per step, and right drafts, of one drafter with so many drafts a step."""
 
     drafter: Drafter
     drafts: int
@@ -71,7 +72,7 @@ class Acceptance:
 
 
 def measure(groups: Sequence[Group], drafter: Drafter, drafts: int, *, together: int | None = None) -> Acceptance:
-    """Decode known responses with drafts.
+    """Return what drafts gain in known responses.
 
     Args:
       together: responses of a group decoded at a time, as slots allow; None: all.
@@ -178,10 +179,10 @@ def _step(
     if together is not None:
         active &= jnp.cumsum(active, axis=1) <= together
     begun = jnp.where(active | (known > 1), known, 0)
-    earlier = Rows(part.earlier, part.earlier_lengths)
-    starts = Rows(part.prompts[:, None], part.prompt_lengths[:, None])
+    earlier = TextRows(part.earlier, part.earlier_lengths)
+    starts = TextRows(part.prompts[:, None], part.prompt_lengths[:, None])
     own = jnp.eye(known.shape[1], dtype=bool)[None]
-    sources = readable(drafter, own, starts, Rows(part.tokens, begun), earlier)
+    sources = readable(drafter, own, starts, TextRows(part.tokens, begun), earlier)
     newest = newest_tokens(part.prompts, part.prompt_lengths, part.tokens, known)
     found = propose(newest, sources, drafts)
     at = known[..., None] + jnp.arange(drafts)[None, None]

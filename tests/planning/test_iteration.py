@@ -448,6 +448,7 @@ def test_a_program_without_a_time():
         ("none", "lognormal:512:0.8", 1.6, "--accepted is 1.6; with sampling.draft=none"),
         ("own", "lognormal:512:0.8", 4.5, "from 1 to 4 tokens"),
         ("own", None, None, ""),
+        ("own", None, 1.6, "--accepted=1.6 needs the lengths"),
         ("own", "lognormal:512:0.8", 4.0, ""),
         ("none", "lognormal:512:0.8", None, ""),
     ],

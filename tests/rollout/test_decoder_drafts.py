@@ -17,7 +17,7 @@ from gspo_jax.rollout.drafting import Drafting
 from gspo_jax.rollout.pages import Pool
 from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.sampling import SamplingParams, StopRule
-from gspo_jax.types import Earlier, Prompts, Weights
+from gspo_jax.types import Prompts, TextRows, Weights
 from tests.tiny import CONFIG, EIGHT, generate, mesh_id, mostly_slow, params, place, prompts, weights
 
 GRAPH, _SHAPES = transformer.abstract(CONFIG)
@@ -46,7 +46,7 @@ def remembered(rollout, *, wrong, seed=0):
     noise = random.integers(4, 64, tokens.shape)
     tokens = np.where(random.random(tokens.shape) < wrong, noise, tokens)
     assert tokens.shape == (8, 2, T)
-    earlier = Earlier(jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32))
+    earlier = TextRows(jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32))
     return dataclasses.replace(prompts(seed=seed), earlier=earlier)
 
 
@@ -177,7 +177,7 @@ def test_two_thousand_random_cases():
         expected = jax.device_get(generate(GRAPH, scaled, batch, keys, limits=limits, **options)).rollout
         drafts = np.where(random.random((8, 2, 12)) < 0.2, 5, expected.tokens.reshape(8, 2, 12))
         known = expected.mask.sum(axis=1).reshape(8, 2)
-        earlier = Earlier(jnp.asarray(drafts, jnp.int32), jnp.asarray(known, jnp.int32))
+        earlier = TextRows(jnp.asarray(drafts, jnp.int32), jnp.asarray(known, jnp.int32))
         batch, drafting = dataclasses.replace(batch, earlier=earlier), Drafting("history", 3, ALWAYS)
         found = jax.device_get(generate(GRAPH, scaled, batch, keys, limits=limits, drafting=drafting, **options))
         same(found.rollout, expected)

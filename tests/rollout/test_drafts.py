@@ -13,7 +13,7 @@ from gspo_jax.rollout.drafts import CONTEXT, LEAST, Texts, accepted, newest_toke
 from gspo_jax.studies.acceptance import Group, measure
 
 
-def naive(newest, sources, count, least=LEAST):
+def naive(newest, sources, count):
     """Search every place of every text: (drafts, matched tokens)."""
     best, where = (0,), None
     for number, rows in enumerate(sources):
@@ -24,13 +24,12 @@ def naive(newest, sources, count, least=LEAST):
                     matched += 1
                 if matched and (matched, -number, at, -r) > best:
                     best, where = (matched, -number, at, -r), row[at + 1 : at + 1 + count]
-    return (where, best[0]) if where is not None and best[0] >= least else ([], best[0])
+    return (where, best[0]) if where is not None and best[0] >= LEAST else ([], best[0])
 
 
-@pytest.mark.parametrize("least", [1, 2, 3])
-def test_drafts_follow_the_longest_occurrence(least):
-    random = np.random.default_rng(least)
-    for _ in range(20):
+def test_drafts_follow_the_longest_occurrence():
+    random = np.random.default_rng(0)
+    for _ in range(60):
         P, Q, S, T, R, H, k = 2, 3, 7, 12, 3, 2, int(random.integers(1, 5))
         prompts, tokens, earlier = (random.integers(0, 3, (P, *shape)) for shape in ((S,), (R, T), (H, T)))
         prompt_lengths, lengths = random.integers(1, S + 1, P), random.integers(0, T + 1, (P, Q))
@@ -40,7 +39,7 @@ def test_drafts_follow_the_longest_occurrence(least):
             Texts(jnp.asarray(tokens), jnp.asarray(seen)),
             Texts(jnp.asarray(earlier), jnp.asarray(seen_earlier)),
         ]
-        found = propose(newest, sources, k, least=least)
+        found = propose(newest, sources, k)
         for p in range(P):
             for q in range(Q):
                 whole = [*prompts[p, : prompt_lengths[p]], *tokens[p, q, : lengths[p, q]]]
@@ -48,7 +47,7 @@ def test_drafts_follow_the_longest_occurrence(least):
                 assert newest[p, q].tolist() == own + [-1] * (CONTEXT - len(own))
                 rows = [[tokens[p, r, : seen[p, q, r]].tolist() for r in range(R)]]
                 rows.append([earlier[p, h, : seen_earlier[p, q, h]].tolist() for h in range(H)])
-                drafts, _ = naive(own, rows, k, least)
+                drafts, _ = naive(own, rows, k)
                 assert found.tokens[p, q, : found.count[p, q]].tolist() == drafts, (own, rows)
 
 
@@ -93,7 +92,6 @@ def test_measured_acceptance_is_that_of_a_decode_by_hand(drafter, together):
     own = [by_hand(group, drafter, 4, together) for group in groups]
     assert found.tokens_per_step == pytest.approx(np.mean(np.concatenate(own)))
     assert found.by_group == pytest.approx(tuple(np.quantile([np.mean(x) for x in own], (0.25, 0.5, 0.75))))
-    assert measure(groups, "none", 4).tokens_per_step == 1
 
 
 def test_a_longer_context_is_not_needed_for_a_repeated_text():
@@ -139,6 +137,13 @@ def test_a_mistake_is_one_sentence(files, capsys, change, says):
     words = [str(source), f"--tokenizer={folder}", "--prompt=question", "--completion=answer"]
     assert accept.main([*words, *change]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_completions_of_one_token_are_no_measure(files, tmp_path, capsys):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text('{"prompt": "1+2=?", "completion": ""}')
+    assert accept.main([str(empty), f"--tokenizer={files[1]}"]) == 2
+    assert "has only completions of one token" in capsys.readouterr().err
 
 
 def test_a_file_needs_a_tokenizer(files, capsys):
