@@ -1,7 +1,8 @@
 """The decode loop of one batch shard: responses queue for slots, and every step decodes a token per slot, or several.
 
 Slots go to queue positions in order. Between phases the number of slots halves (with drafts it becomes a quarter), and
-the unfinished responses move together. For example, 5 responses A to E on 2 slots, with an EOS from prefill as the first token of B:
+the unfinished responses move together. For example, 5 responses A to E on 2 slots, with an EOS from prefill as the
+first token of B:
 
     queue position     0    1    2    3    4
     response           A    C    D    E    B          queue_length = 4: B needs no slot and comes last
