@@ -241,11 +241,9 @@ class Player:
             rollout = self._sampler(self._with_earlier(prompts), key, first=first)
             batch = new_batch(rollout, prompts)
             if self.history is not None:
-                every = (
-                    np.repeat(np.asarray(x), self._sampler.group_size, axis=0)
-                    for x in (prompts.tokens, prompts.lengths)
-                )
-                self.history.add(*every, hosts.allgather(rollout.tokens), batch.lengths)
+                G = self._sampler.group_size
+                texts, lengths = (np.repeat(np.asarray(x), G, axis=0) for x in (prompts.tokens, prompts.lengths))
+                self.history.add(texts, lengths, hosts.allgather(rollout.tokens), batch.lengths)
             return batch
         episodes = self.begin(prompts, key, first=first)
         while not episodes.ended.all():
