@@ -164,7 +164,9 @@ def drafted(
         texts, starts, before = jax.tree.map(lambda x: x[prompt], (texts, starts, before))
         own = (jnp.arange(G)[None] == member[:, None])[:, None]
         mine, at = state.texts[held.responses][:, None], held.lengths[:, None]
-    newest, opening = newest_tokens(*starts, mine, at), TextRows(*(x[:, None] for x in starts))
+    starts, start_lengths = starts
+    newest = newest_tokens(starts, start_lengths, mine, at)
+    opening = TextRows(starts[:, None], start_lengths[:, None])
     found = propose(newest, readable(drafter, own, opening, texts, before), k)
     count = jnp.clip(found.count.reshape(B), 0, room)
     return dataclasses.replace(state, tokens=found.tokens.reshape(B, k), count=jnp.where(held.active, count, 0))
