@@ -143,7 +143,8 @@ def test_the_fused_step_equals_the_plain_one(kind, monkeypatch, mixed_family):  
     check(config, None, monkeypatch, **options)
 
 
-@pytest.mark.parametrize("kind", mostly_slow(KINDS, always=["qwen3"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_several_tokens_of_a_slot(kind, monkeypatch, mixed_family):  # noqa: F811
     config, options = KINDS[kind]
     check(config, None, monkeypatch, **options, queries=3)

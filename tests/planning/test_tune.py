@@ -92,6 +92,7 @@ def test_the_best_that_fits_is_found():
     assert "training" in said and "as the config has it" in said and "does not fit" in said
 
 
+@pytest.mark.slow
 def test_partial_rollouts_are_planned_with_the_pool_that_their_prefixes_leave_room_for():
     """Pages serve more slots than they could hold whole responses."""
     found, *_ = search(Made(slot=0.01, update=0.1), headroom=0.82)
