@@ -1,7 +1,7 @@
 """Grouped matmul: rows times their expert's weights.
 
-CPU: loops over blocks of rows, at a cost that follows rows, not experts. TPU: Pallas kernels. Elsewhere:
-`jax.lax.ragged_dot`.
+CPU: loops over blocks of rows, at a cost that follows rows, not experts. TPU and GPU: Pallas kernels. Elsewhere, and
+on GPU for widths that are no multiples of 16: `jax.lax.ragged_dot`.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8
 
-from gspo_jax.kernels import grouped_matmul_tpu
+from gspo_jax.kernels import grouped_matmul_gpu, grouped_matmul_tpu
 from gspo_jax.kernels.backend import platform, varying_like
 
 Tree = TypeVar("Tree")
@@ -216,12 +216,49 @@ def _ragged_outer(rows: Array, grads: Sequence[Array], group_sizes: Array) -> tu
     return tuple(map(one, grads))
 
 
+def _gpu_products(rows: Array, weights: Sequence[Weights], group_sizes: Array, **options: Any) -> tuple[Array, ...]:
+    values, scales = values_and_scales(weights)
+    return grouped_matmul_gpu.matmuls(rows, values, group_sizes, scales=scales, **options)
+
+
+def _gpu_transposed(
+    grads: Sequence[Array], weights: Sequence[Weights], group_sizes: Array, *, interpret: bool = False
+) -> Array:
+    values, scales = values_and_scales(weights)
+    return grouped_matmul_gpu.matmuls_transposed(grads, values, group_sizes, scales=scales, interpret=interpret)
+
+
+def _gpu_outer(
+    rows: Array, grads: Sequence[Array], group_sizes: Array, *, interpret: bool = False
+) -> tuple[Array, ...]:
+    return tuple(grouped_matmul_gpu.outer(rows, g, group_sizes, interpret=interpret) for g in grads)
+
+
+class _Kernels(NamedTuple):
+    products: Callable[[Array, Sequence[Weights], Array], tuple[Array, ...]]
+    transposed: Callable[[Sequence[Array], Sequence[Weights], Array], Array]
+    outer: Callable[[Array, Sequence[Array], Array], tuple[Array, ...]]
+
+
+_BLOCKED = _Kernels(_blocked_products, _blocked_transposed, _blocked_outer)
+_RAGGED = _Kernels(_ragged_products, _ragged_transposed, _ragged_outer)
+_GPU = _Kernels(_gpu_products, _gpu_transposed, _gpu_outer)
+
+
+def _kernels(weights: Sequence[Weights]) -> _Kernels:
+    """Return the kernels of a platform other than TPU for weights of one shape."""
+    if platform() == "cpu":
+        return _BLOCKED
+    values, scales = values_and_scales(weights)
+    of_one_kind = len(scales) in (0, len(weights))
+    fit = platform() == "gpu" and of_one_kind and grouped_matmul_gpu.fits(*values[0].shape[-2:])
+    return _GPU if fit else _RAGGED
+
+
 def _products(rows: Array, weights: Sequence[Weights], group_sizes: Array, likely: int | None) -> tuple[Array, ...]:
     if platform() == "tpu":
         return tpu_products(rows, weights, group_sizes, likely=likely)
-    if platform() == "cpu":
-        return _blocked_products(rows, weights, group_sizes)
-    return _ragged_products(rows, weights, group_sizes)
+    return _kernels(weights).products(rows, weights, group_sizes)
 
 
 def tpu_products(rows: Array, weights: Sequence[Weights], group_sizes: Array, **options: Any) -> tuple[Array, ...]:
@@ -314,10 +351,9 @@ def _backward(
         d_rows = grouped_matmul_tpu.matmuls_transposed(grads, values, group_sizes, scales=scales, likely=likely)
         found = iter([grouped_matmul_tpu.outer(rows, g, group_sizes, likely=likely) for g in own])
     else:
-        blocked, ragged = (_blocked_transposed, _blocked_outer), (_ragged_transposed, _ragged_outer)
-        transposed, outer = blocked if platform() == "cpu" else ragged
-        d_rows = transposed(grads, weights, group_sizes)
-        found = iter(outer(rows, own, group_sizes) if own else ())
+        kernels = _kernels(weights)
+        d_rows = kernels.transposed(grads, weights, group_sizes)
+        found = iter(kernels.outer(rows, own, group_sizes) if own else ())
     return d_rows, tuple(None if w.trained is None else next(found).astype(w.trained.dtype) for w in kept), None
 
 
@@ -337,9 +373,12 @@ def stacked_matmuls(
     For loops over layers, where a copy would cost as much as the matmul. Weights are [L, E, D, F], scales the layer's.
     Not differentiable.
     """
-    if platform() not in ("tpu", "cpu"):
-        own = with_values(weights, lambda w: jax.lax.dynamic_index_in_dim(w, layer, keepdims=False))
-        return _ragged_products(rows, own, group_sizes)
-    if platform() == "cpu":
+    if platform() == "tpu":
+        return tpu_products(rows, all_layers(weights), group_sizes, layer=layer, likely=likely)
+    kernels = _kernels(weights)
+    if kernels is _BLOCKED:
         return _blocked_products(rows, all_layers(weights), group_sizes, first=layer * len(group_sizes))
-    return tpu_products(rows, all_layers(weights), group_sizes, layer=layer, likely=likely)
+    if kernels is _GPU:
+        return _gpu_products(rows, all_layers(weights), group_sizes, layer=layer)
+    own = with_values(weights, lambda w: jax.lax.dynamic_index_in_dim(w, layer, keepdims=False))
+    return _ragged_products(rows, own, group_sizes)

@@ -20,9 +20,11 @@ from gspo_jax.types import Prompts, TextRows
 
 _BETWEEN = 4
 """Tokens per slot and step of a width between one and the widest, if that is at least twice as wide."""
-_FIXED_ROWS = {"cpu": 16, "tpu": 160}
+_FIXED_ROWS = {"cpu": 16, "gpu": 500, "tpu": 160}
 """Rows that take as long as what every step costs. Of the 30B recipe's compiled steps on v5p:4x4x4, with one token a
-slot and with four: 110 with 16 slots a chip, 227 with 64. Of a CPU's, timed with the tiny model: about 16."""
+slot and with four: 110 with 16 slots a chip, 227 with 64. Timed on one H200 (docs/gpu.md): 380 and 620 of
+Qwen3-30B-A3B with 16 and 64 slots, 580 to 2000 of Qwen3-0.6B with 16 to 256. Of a CPU's, with the tiny model: about
+16."""
 _ELSEWHERE = 128
 """The same of other platforms; a guess."""
 _WORTH = 1.15

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int, Key
@@ -93,15 +94,18 @@ class PolledDecode:
 def _pack(state: LoopState) -> tuple[_Leaves, _Leaves]:
     """Return the state's arrays and its pools, one entry per shard."""
     pools = sharded_pool(state.k), sharded_pool(state.v)
-    rest = dataclasses.replace(state, k=None, v=None)
-    return jax.tree.map(lambda x: x[None], (jax.tree.leaves(rest), jax.tree.leaves(pools)))
+    return jax.tree.map(lambda x: x[None], (jax.tree.leaves(_without_pools(state)), jax.tree.leaves(pools)))
+
+
+def _without_pools(state: LoopState) -> LoopState:
+    nothing = jnp.zeros(0)
+    return dataclasses.replace(state, k=nothing, v=nothing)
 
 
 def _unpack(loop: DecodeLoop, leaves: _Leaves, pools: _Leaves | None) -> LoopState:
     """Invert `_pack`. Without `pools` they are the initial ones, not to be used."""
     first = loop.start()  # for its structure; the compiler drops the computation
-    rest = jax.tree.structure(dataclasses.replace(first, k=None, v=None))
-    state = jax.tree.unflatten(rest, [x[0] for x in leaves])
+    state = jax.tree.unflatten(jax.tree.structure(_without_pools(first)), [x[0] for x in leaves])
     k, v = first.k, first.v
     if pools is not None:
         k, v = jax.tree.unflatten(jax.tree.structure((k, v)), [x[0] for x in pools])

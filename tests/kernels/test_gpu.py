@@ -16,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo  # jax asks it for cuDNN's version while tracing
+from jax._src.pallas.triton import lowering, pallas_call_registration
+from jax.experimental.pallas import triton as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from gspo_jax import cli, engine
 from gspo_jax.errors import UserError
-from gspo_jax.kernels import backend
+from gspo_jax.kernels import backend, grouped_matmul_gpu
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.planning import programs
 from gspo_jax.setup.checks import check
@@ -40,6 +42,8 @@ def cudnn(monkeypatch) -> None:
 @pytest.fixture
 def on_gpu(monkeypatch) -> Iterator[None]:
     """Trace on the CPU's meshes as on a GPU."""
+    card = plgpu.get_gpu_info_from_version(plgpu.GpuVersion.H100)
+    monkeypatch.setattr(pallas_call_registration.gpu_info_lib, "get_gpu_info", lambda: card)
     own = backend.platform
     for module in list(sys.modules.values()):
         if getattr(module, "platform", None) is own:
@@ -96,6 +100,36 @@ def test_every_shard_of_a_mesh_calls_it(check):
         assert custom_calls(jax.jit(attend).trace(*draw(spans, dtype=jnp.bfloat16), spans)) == [FORWARD, BACKWARD]
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8], ids=lambda dtype: dtype.__name__)
+def test_grouped_matmuls_are_valid_triton(dtype, monkeypatch):
+    """XLA verifies a Triton module where it compiles it, on a GPU; the same verifier is here."""
+    verified = []
+
+    def checked(*given: Any, **options: Any) -> Any:
+        found = lower(*given, **options)
+        verified.append(found.module.operation.verify())
+        return found
+
+    jax.clear_caches()  # of lowered kernels
+    lower = lowering.lower_jaxpr_to_triton_module
+    monkeypatch.setattr(lowering, "lower_jaxpr_to_triton_module", checked)
+    rows, grads = (jnp.zeros((512, width), jnp.bfloat16 if dtype == jnp.int8 else dtype) for width in (2048, 768))
+    weights, sizes = [jnp.zeros((128, 2048, 768), dtype)] * 2, jnp.zeros(128, jnp.int32)
+    scales = [jnp.ones((128, 768))] * 2 if dtype == jnp.int8 else []
+    traced = {
+        "products": lambda: jax.jit(grouped_matmul_gpu.matmuls).trace(rows, weights, sizes, scales=scales),
+        "transposed": lambda: jax.jit(grouped_matmul_gpu.matmuls_transposed).trace(
+            [grads] * 2, weights, sizes, scales=scales
+        ),
+        "outer": lambda: jax.jit(grouped_matmul_gpu.outer).trace(rows, grads, sizes),
+    }
+    with gpus():
+        assert {name: custom_calls(trace()) for name, trace in traced.items()} == {
+            name: [plgpu.CUSTOM_CALL_TARGET_NAME] for name in traced
+        }
+    assert verified and all(verified)
+
+
 def mesh_of(device_kind: str, compute_capability: str) -> Any:
     """Return a mesh of one GPU that is not there, as far as `make_meshes` reads it."""
     card = SimpleNamespace(platform="gpu", device_kind=device_kind, compute_capability=compute_capability)
@@ -129,7 +163,7 @@ def test_a_gpu_too_old_for_bfloat16():
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["configs/tiny.py", "configs/qwen3_dense.py:0.6B", "configs/one_host.py:gpu"])
 def test_the_programs_of_an_iteration_lower_for_one_gpu(recipe, on_gpu):
-    """All of them have a lowering for CUDA, and those of packed rows call cuDNN."""
+    """All of them have a lowering for CUDA; those of packed rows call cuDNN, and experts Triton's kernels."""
     config = cli.load_config(recipe)
     config.model.dtype = "bfloat16"
     config.mesh.update({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1})
@@ -141,11 +175,12 @@ def test_the_programs_of_an_iteration_lower_for_one_gpu(recipe, on_gpu):
     for name in programs.NAMES:
         calls = {call for program in programs.make(name, built) for call in custom_calls(program.trace())}
         found[name] = calls - {"LayoutConstraint"}
+    experts = {plgpu.CUSTOM_CALL_TARGET_NAME} if model.is_routed else set()
     assert found == {
-        "update": {FORWARD, BACKWARD},
-        "score": {FORWARD},
+        "update": {FORWARD, BACKWARD} | experts,
+        "score": {FORWARD} | experts,
         "deal": set(),
-        "sample_prefill": set(),
-        "sample_decode": set(),
+        "sample_prefill": experts,
+        "sample_decode": experts,
         "reshard": set(),
     }

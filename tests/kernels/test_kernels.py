@@ -36,14 +36,16 @@ def dense(rows, weights, sizes):
 def backends():
     ragged = {"products": gm._ragged_products, "transposed": gm._ragged_transposed, "outer": gm._ragged_outer}
     blocked = {"products": gm._blocked_products, "transposed": gm._blocked_transposed, "outer": gm._blocked_outer}
-    return [pytest.param(blocked, id="blocked"), pytest.param(ragged, id="ragged")]
+    gpu = {"products": gm._gpu_products, "transposed": gm._gpu_transposed, "outer": gm._gpu_outer}
+    gpu = {name: partial(kernel, interpret=True) for name, kernel in gpu.items()}
+    return [pytest.param(blocked, id="blocked"), pytest.param(ragged, id="ragged"), pytest.param(gpu, id="gpu")]
 
 
 @pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS.keys())
 @pytest.mark.parametrize("backend", backends())
 def test_grouped_matmul_equals_the_dense_oracle(backend, sizes):
     rng = np.random.default_rng(0)
-    rows, weights = rng.standard_normal((160, 24)), rng.standard_normal((2, 4, 24, 16))
+    rows, weights = rng.standard_normal((160, 48)), rng.standard_normal((2, 4, 48, 16))
     grads = rng.standard_normal((2, 160, 16))
     counts = jnp.asarray(sizes, jnp.int32)
     rows32, weights32, grads32 = (jnp.asarray(a, jnp.float32) for a in (rows, weights, grads))
@@ -61,12 +63,12 @@ def test_grouped_matmul_equals_the_dense_oracle(backend, sizes):
 @pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS.keys())
 @pytest.mark.parametrize("backend", backends())
 def test_grouped_matmul_of_int8_equals_the_dense_oracle(backend, sizes):
-    """One matrix in int8 with a scale for each column, beside one in float32."""
+    """Two matrices with a scale for each column."""
     rng = np.random.default_rng(0)
-    rows, grads = rng.standard_normal((160, 24)), rng.standard_normal((2, 160, 16))
-    values, scale = rng.integers(-127, 128, (4, 24, 16)), rng.uniform(0.01, 0.02, (4, 16)).astype(np.float32)
-    whole = [values * scale.astype(np.float64)[:, None], rng.standard_normal((4, 24, 16))]
-    weights = gm.Scaled(jnp.asarray(values, jnp.int8), jnp.asarray(scale)), jnp.asarray(whole[1], jnp.float32)
+    rows, grads = rng.standard_normal((160, 48)), rng.standard_normal((2, 160, 16))
+    values, scales = rng.integers(-127, 128, (2, 4, 48, 16)), rng.uniform(0.01, 0.02, (2, 4, 16)).astype(np.float32)
+    whole = values * scales.astype(np.float64)[:, :, None]
+    weights = tuple(gm.Scaled(jnp.asarray(v, jnp.int8), jnp.asarray(s)) for v, s in zip(values, scales, strict=True))
     rows32, grads32, counts = jnp.asarray(rows, jnp.float32), jnp.asarray(grads, jnp.float32), jnp.asarray(sizes)
     out = backend["products"](rows32, weights, counts)
     np.testing.assert_allclose(out, np.stack([dense(rows, w, sizes) for w in whole]), atol=1e-4)
@@ -116,10 +118,10 @@ def test_the_head_s_gradient_is_a_product_of_two_matrices():
 
 @pytest.mark.parametrize("backend", backends())
 def test_what_lies_beyond_the_groups_is_not_read(backend):
-    rows, grads = (jnp.full((40, width), jnp.nan).at[:20].set(1.0) for width in (8, 4))
+    rows, grads = (jnp.full((40, width), jnp.nan).at[:20].set(1.0) for width in (32, 16))
     counts = jnp.asarray([7, 13], jnp.int32)
-    assert np.isfinite(backend["products"](rows, [jnp.ones((2, 8, 4))], counts)[0]).all()
-    assert np.isfinite(backend["transposed"]([grads], [jnp.ones((2, 8, 4))], counts)).all()
+    assert np.isfinite(backend["products"](rows, [jnp.ones((2, 32, 16))], counts)[0]).all()
+    assert np.isfinite(backend["transposed"]([grads], [jnp.ones((2, 32, 16))], counts)).all()
     np.testing.assert_array_equal(backend["outer"](rows, [grads], counts)[0][:, 0, 0], [7, 13])
 
 
