@@ -10,6 +10,7 @@ import gc
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,16 +70,20 @@ def hears_hangups() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def release_programs() -> Iterator[None]:
-    """Drop compiled programs before the process runs out of memory mappings.
+MOST_MAPPINGS = 40000
+"""Memory mappings above which a process drops its compiled programs. Linux allows 65530; one more crashes XLA."""
+_counted = 0.0
 
-    Linux allows 65530, and one test file needs up to 20000.
-    """
+
+@pytest.fixture(autouse=True)
+def release_programs() -> Iterator[None]:
+    """Drop compiled programs before the process runs out of memory mappings."""
     yield
-    mappings = Path("/proc/self/maps")
-    if mappings.exists() and mappings.read_bytes().count(b"\n") > 25000:
-        jax.clear_caches()
+    global _counted
+    if time.process_time() - _counted > 2:  # counting takes milliseconds, and most tests compile little
+        _counted, mappings = time.process_time(), Path("/proc/self/maps")
+        if mappings.exists() and mappings.read_bytes().count(b"\n") > MOST_MAPPINGS:
+            jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

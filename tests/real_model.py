@@ -2,8 +2,8 @@
 
     python -m tests.real_model MODEL_FOLDER SCRATCH_FOLDER
 
-Writes to the scratch folder `float32.npz` and `bfloat16.npz`, greedy responses to the golden prompts with log-probs of
-sampler and trainer, and `benchmark.json`.
+Writes to the scratch folder `logits.npz`, tokens and logits of the golden texts, `float32.npz` and `bfloat16.npz`,
+greedy responses to the golden prompts with log-probs of sampler and trainer, and `benchmark.json`.
 """
 
 import json
@@ -13,13 +13,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from ml_collections import ConfigDict
 
 from configs.smollm2 import get_config
 from gspo_jax import cli
+from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.iteration import collect
 from gspo_jax.measuring import published
 from gspo_jax.measuring.opened import open_policy
+from tests.tiny import load_model
 
 GOLDEN = Path(__file__).with_name("golden") / "smollm2.npz"
 PROBLEMS = (("What is 7 + 5?", "12"), ("What is 2 + 2?", "4"), ("What is 977 * 613 + 5?", "598906"))
@@ -47,6 +50,24 @@ def config_for(model: str, dtype: str) -> ConfigDict:
     config.sampling.max_response_length, config.sampling.temperature, config.sampling.top_k = 64, 1.0, 1
     config.training.old_logprobs = "recompute"
     return config
+
+
+def predict(model: str, folder: Path) -> None:
+    """Compute logits of the golden texts, padded to one length, where transformers has the highest."""
+    golden, tokenizer, (policy, _) = np.load(GOLDEN), Tokenizer.load(Path(model)), load_model(Path(model))
+    tokens = [tokenizer.encode(text) for text in golden["texts"].tolist()]
+    rows = np.zeros((len(tokens), max(map(len, tokens))), np.int32)
+    for row, ids in enumerate(tokens):
+        rows[row, : len(ids)] = ids
+    graph, weights = nnx.split(policy)  # as constants they would take minutes to compile
+    logits = np.asarray(jax.jit(lambda weights, rows: nnx.merge(graph, weights)(rows).logits)(weights, rows))
+    arrays = {}
+    for row, ids in enumerate(tokens):
+        own, arrays[f"tokens_{row}"] = logits[row, : len(ids)], np.array(ids)
+        if len(ids) == len(golden[f"top_{row}"]):
+            arrays[f"logits_{row}"] = np.take_along_axis(own, golden[f"top_{row}"], axis=-1)
+        arrays[f"norm_{row}"] = jax.nn.logsumexp(own, axis=-1)
+    np.savez(folder / "logits.npz", **arrays)
 
 
 def answer(model: str, dtype: str, folder: Path) -> None:
@@ -77,8 +98,9 @@ def take_benchmark(model: str, folder: Path) -> None:
 
 
 def main(model: str, scratch: str) -> None:
-    """Write the three files."""
+    """Write the four files."""
     cli.prepare(config_for(model, "float32"))
+    predict(model, Path(scratch))
     for dtype in ("float32", "bfloat16"):
         answer(model, dtype, Path(scratch))
     take_benchmark(model, Path(scratch))

@@ -281,19 +281,18 @@ def prepare(
     config = _config(BUILDERS[task], difficulty=difficulty, seed=seed, train_size=train_size, test_size=test_size)
     builder = _open(task, config, data_dir)
     folder = Path(builder.data_dir)
-    if folder.exists():  # TFDS renames it into place once complete
-        return builder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.parent / ".lock"):
-        for left in folder.parent.glob(f"incomplete.*_{folder.name}"):  # a live build holds the lock
-            shutil.rmtree(left)
-            logging.info("removed %s, left by a build that was killed", left)
-        # Silent: this takes a second and downloads nothing.
-        tfds.disable_progress_bar()
-        with contextlib.redirect_stdout(io.StringIO()):
-            builder.download_and_prepare()  # does nothing if another process built it
-        logging.info("built %s in %s", task, folder)
-    # A fresh builder reads what another process may have written.
+    if not folder.exists():  # TFDS renames it into place once complete
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.parent / ".lock"):
+            for left in folder.parent.glob(f"incomplete.*_{folder.name}"):  # a live build holds the lock
+                shutil.rmtree(left)
+                logging.info("removed %s, left by a build that was killed", left)
+            # Silent: this takes a second and downloads nothing.
+            tfds.disable_progress_bar()
+            with contextlib.redirect_stdout(io.StringIO()):
+                builder.download_and_prepare()  # does nothing if another process built it
+            logging.info("built %s in %s", task, folder)
+    # A fresh builder reads what another process may have written since the first was opened.
     return _open(task, config, data_dir)
 
 

@@ -332,13 +332,14 @@ def test_the_recipes_iteration_step_by_step(run):
 def test_an_iteration_on_128_chips():
     """Another simulation, of 128 v5p chips, found 91 s of generation, 39 s of training, and 1.20 with partial rollouts.
 
-    8192 responses, mean 4096, limit 16,384. Assumed here: all chips' slots, 64 each, are one pool. A step takes 1.6 ms
-    (1.54 for the weights, of 1.8 with one slot), 54 µs for each slot in use (2.46 ms of 16 slots without their keys),
-    35.6 ns for each key (98,304 bytes at 2765 GB/s). An update takes 1.81 s for 16,384 tokens, a forward pass 0.46 s.
-    All of it over 0.83, the part of a step's time that its operations account for. Partial rollouts: twice the prompts
-    in flight, until 60% of the unfinished responses have ended, their prefixes read again without padding.
+    8192 responses, mean 4096, limit 16,384; here an eighth of chips and responses. Assumed: all chips' slots, 64 each,
+    are one pool. A step takes 1.6 ms (1.54 for the weights, of 1.8 with one slot), 54 µs for each slot in use (2.46 ms
+    of 16 slots without their keys), 35.6 ns for each key (98,304 bytes at 2765 GB/s). An update takes 1.81 s for 16,384
+    tokens, a forward pass 0.46 s. All of it over 0.83, the part of a step's time that its operations account for.
+    Partial rollouts: twice the prompts in flight, until 60% of the unfinished responses have ended, their prefixes read
+    again without padding.
     """
-    chips, limit, S = 128, 16384, 512
+    chips, limit, S = 128 // 8, 16384, 512
     slot_s, key_s = 54e-6 / 0.83, 35.6e-9 / 0.83
     pool = stepwise.Decoding(
         shards=1, lockstep=1, slots=64 * chips, fixed=[1.6e-3 / 0.83], key=key_s / chips, prompt=0,
@@ -350,14 +351,14 @@ def test_an_iteration_on_128_chips():
         rows = sum(stepwise.rows(lengths[i::4], prompt=S, row_tokens=S + limit)[0] for i in range(4))
         return rows * (S + limit) / chips / 16384 * 1.81 / 0.83
 
-    lengths = draw(8192)
+    lengths = draw(1024)
     generation = stepwise.generate(pool, 0 * lengths, lengths)[0]
-    learning = training(lengths.reshape(512, 16))
+    learning = training(lengths.reshape(64, 16))
     print(generation, learning)
     assert generation == pytest.approx(91, rel=0.15)
     assert learning == pytest.approx(39, rel=0.15)
 
-    rollouts = stepwise.Rollouts(dataclasses.replace(pool, share=0.6), draw, prompts=512, size=16, in_flight=1024)
+    rollouts = stepwise.Rollouts(dataclasses.replace(pool, share=0.6), draw, prompts=64, size=16, in_flight=128)
     seconds = []
     for _ in range(9):
         calls, taken = rollouts.next()

@@ -246,11 +246,12 @@ def test_pages_sample_what_rings_did(case):
 
     Another processor may round the int8 case's keys otherwise, and so draw another token in a response.
     """
+    close = 1e-4 if case == "int8" else 1e-5
     recorded, found = np.load(make_decode.FILE), make_decode.decoded(case)
     equal = (found["tokens"] == recorded[f"{case}/tokens"]).all(axis=1)
     assert (~equal).sum() <= (case == "int8")
     np.testing.assert_array_equal(found["experts"][equal], recorded[f"{case}/experts"][equal])
-    np.testing.assert_allclose(found["logprobs"][equal], recorded[f"{case}/logprobs"][equal], atol=1e-5)
+    np.testing.assert_allclose(found["logprobs"][equal], recorded[f"{case}/logprobs"][equal], atol=close)
 
 
 @pytest.mark.slow

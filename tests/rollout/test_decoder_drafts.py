@@ -66,7 +66,7 @@ def same(found, expected):
         np.testing.assert_allclose(a, b, atol=1e-6, rtol=2.5e-7)
 
 
-CASES = [(8, 1), (8, 2), (8, 3), (8, 4), (8, 8), (None, 3), (5, 8), (1, 3)]
+CASES = [(8, 1), (8, 3), (None, 2), (5, 8), (1, 4)]
 
 
 @pytest.mark.parametrize(("slots", "drafts"), mostly_slow(CASES, always=[(8, 3)]))
@@ -89,8 +89,9 @@ SAMPLINGS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAMPLINGS)
-@pytest.mark.parametrize("drafter", ["own", "group", "history"])
+@pytest.mark.parametrize(
+    ("drafter", "name"), [("own", "greedy"), ("group", "cold"), ("history", "cold"), ("history", "truncated")]
+)
 def test_nor_under_other_distributions(name, drafter):
     settings = {"sampling": SAMPLINGS[name], "slots": 8}
     expected = decode(**settings)
