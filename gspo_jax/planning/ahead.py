@@ -81,12 +81,16 @@ def _compile(lowered: jax.stages.Lowered) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         options: Mapping[str, Any] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         complaint, compiled = "", None
+        kept_from, never = jax.config.jax_persistent_cache_min_compile_time_secs, float(2**31)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", never)  # out of jax's cache comes no dump
         try:
             compiled = lowered.compile(compiler_options=dict(options))
         except jax.errors.JaxRuntimeError as error:
             complaint = str(error)
             if "RESOURCE_EXHAUSTED" not in complaint:
                 raise
+        finally:
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", kept_from)
         seconds = time.perf_counter() - started
         live = _live_buffers(_largest_dump(folder, "*live-range.txt"))
         left = _largest_dump(folder, "*after_optimizations_before_buffer_assignment.txt")

@@ -128,10 +128,10 @@ def test_no_gradient_of_the_base_is_computed(sizes, monkeypatch):
 
     def outer(rows, grads, group_sizes):
         widths.extend(g.shape[1] for g in grads)
-        return blocked_outer(rows, grads, group_sizes)
+        return blocked.outer(rows, grads, group_sizes)
 
-    blocked_outer = grouped_matmul._blocked_outer
-    monkeypatch.setattr(grouped_matmul, "_blocked_outer", outer)
+    blocked = grouped_matmul._BLOCKED
+    monkeypatch.setattr(grouped_matmul, "_BLOCKED", blocked._replace(outer=outer))
     model = adapted(CONFIG)
     run = jax.jit(jax.grad(lambda trainable, frozen: loss(model.graph, Weights(trainable, frozen))))
     with jax.set_mesh(mesh_lib.make_mesh(sizes, jax.devices()[: 8 if sizes else 1])):
