@@ -4,11 +4,12 @@ Tokens stay in VMEM while the held experts' weights pass by, each once. An exper
 returned to them, by one-hot products in parts of 64 rows: rank = mask · triangle, rows = onehot · x, and
 y += onehotᵀ · out. An expert with more tokens takes more parts.
 
-With C tokens of width D, experts of width F and parts of R rows, picking and returning take 2 · 2·R·C·D flops beside
-the 3 · 2·R·D·F of the products, 2 C / (3 F) of them: 0.9 for C = 1024 and F = 768. More tokens than 1024 are computed
-in chunks, which read the weights again. Of 1024, an expert of 128 gets 64 on average at top 8: their products take 0.6
-Gflop and picking 0.5 (2.5 µs on v5p), its weights 9.4 MB (3.4 µs). Row DMAs instead of one-hot products would issue two
-copies per pair and sum float32 rows in HBM, 16 KB per pair at D = 2048, 1 MB for these 64.
+Picking is from at most S = 1024 tokens at a time. With tokens of width D, experts of width F and parts of R rows,
+picking and returning take 2 · 2·R·S·D flops beside the 3 · 2·R·D·F of the products, 2 S / (3 F) of them: 0.9 for
+F = 768. Of 1024, an expert of 128 gets 64 on average at top 8: their products take 0.6 Gflop and picking 0.5 (2.5 µs on
+v5p), its weights 9.4 MB (3.4 µs). More tokens than VMEM has room for, 2048 where it is large, are computed in chunks,
+which read the weights again. Row DMAs instead of one-hot products would issue two copies per pair and sum float32 rows
+in HBM, 16 KB per pair at D = 2048, 1 MB for these 64.
 """
 
 import functools
@@ -36,8 +37,12 @@ from gspo_jax.kernels.decode_tpu import (
 
 PART = 64
 """Rows of an expert computed together."""
-CHUNK = 1024
+CHUNK = 2048
 """Most tokens in VMEM."""
+_PICKED = 1024
+"""Most tokens that rows are picked from."""
+_FEW = 256
+"""Up to so many tokens, blocks of weights are kept short: the first is waited for, and picking again costs little."""
 _DIGIT = 256
 """Integers up to this are exact in bfloat16."""
 
@@ -88,11 +93,14 @@ def _kernel(
     experts: int,
     hidden: int,
     part: int,
+    by_tokens: bool,
 ) -> None:
     del layer
-    core, per_core = pl.program_id(0), pl.num_programs(2)
     j, f = pl.program_id(2), pl.program_id(3)
+    number = j if by_tokens else pl.program_id(0) * pl.num_programs(2) + j
     C, dtype = packed.shape[0], packed.dtype
+    pieces = [pl.ds(start, C // _pieces(C)) for start in range(0, C, C // _pieces(C))]
+    S = pieces[0].size
 
     @pl.when((j == 0) & (f == 0))
     def _() -> None:
@@ -108,32 +116,35 @@ def _kernel(
             member, share = jnp.where(hit, 1.0, member), jnp.where(hit, beside[:, i : i + 1], share)
         shares[...] = share.astype(dtype)
         member = member.astype(jnp.bfloat16)
-        before, at = (jax.lax.broadcasted_iota(jnp.int32, (C, C), axis) for axis in (0, 1))
-        earlier = dot(member, (before < at).astype(jnp.float32).astype(jnp.bfloat16), x_axis=0)
-        own = dot(member, (before == at).astype(jnp.float32).astype(jnp.bfloat16), x_axis=0)
-        ranks[...] = jnp.where(own > 0, earlier, -1.0)
+        before, at = (jax.lax.broadcasted_iota(jnp.int32, (S, S), axis) for axis in (0, 1))
+        for piece in pieces:
+            here = member[piece.start : piece.start + S]
+            earlier = dot(here, (before < at).astype(jnp.float32).astype(jnp.bfloat16), x_axis=0)
+            own = dot(here, (before == at).astype(jnp.float32).astype(jnp.bfloat16), x_axis=0)
+            ranks[:, piece] = jnp.where(own > 0, earlier, -1.0)
 
-    @pl.when(core * per_core + j < count[0])
+    @pl.when(number < count[0])
     def _() -> None:
-        e = visited[core * per_core + j]
-        rank = ranks[pl.ds(e, 1), :]
-        rows = jnp.max(rank).astype(jnp.int32) + 1
+        e = visited[number]
+        for piece in pieces:
+            rank = ranks[pl.ds(e, 1), piece]
+            rows = jnp.max(rank).astype(jnp.int32) + 1
 
-        def one(i: Any, carry: None) -> None:
-            row = jax.lax.broadcasted_iota(jnp.int32, (part, C), 0) + i * part
-            pick = (rank == row.astype(jnp.float32)).astype(jnp.float32).astype(dtype)
-            x = dot(pick, packed[:, :hidden]).astype(dtype)
-            share = dot(pick, shares[...])
-            column = jax.lax.broadcasted_iota(jnp.int32, share.shape, 1)
-            share = jnp.sum(jnp.where(column == e, share, 0.0), axis=1, keepdims=True)
-            raised = jax.nn.silu(product(x, gate)) * product(x, up) * share
-            back = product(raised.astype(dtype), down).astype(dtype)
-            total[...] += dot(pick, back, x_axis=0)
-            return carry
+            def one(i: Any, carry: None, piece: Any = piece, rank: Array = rank) -> None:
+                row = jax.lax.broadcasted_iota(jnp.int32, (part, S), 0) + i * part
+                pick = (rank == row.astype(jnp.float32)).astype(jnp.float32).astype(dtype)
+                x = dot(pick, packed[piece, :hidden]).astype(dtype)
+                share = dot(pick, shares[piece])
+                column = jax.lax.broadcasted_iota(jnp.int32, share.shape, 1)
+                share = jnp.sum(jnp.where(column == e, share, 0.0), axis=1, keepdims=True)
+                raised = jax.nn.silu(product(x, gate)) * product(x, up) * share
+                back = product(raised.astype(dtype), down).astype(dtype)
+                total[piece] += dot(pick, back, x_axis=0)
+                return carry
 
-        jax.lax.fori_loop(0, (rows + part - 1) // part, one, None)
+            jax.lax.fori_loop(0, (rows + part - 1) // part, one, None)
 
-    @pl.when((j == per_core - 1) & (f == pl.num_programs(3) - 1))
+    @pl.when((j == pl.num_programs(2) - 1) & (f == pl.num_programs(3) - 1))
     def _() -> None:
         out[...] = total[...].astype(out.dtype)
 
@@ -152,7 +163,8 @@ def experts_sum(
 ) -> Float[Array, "N D"]:
     """Return Σ_k w_k · down_e(silu(gate_e x) · up_e x) over each token's experts that are held here.
 
-    The sum is accumulated in float32 and rounded once to x's dtype; each expert's output is rounded to it before.
+    The sum is accumulated in float32 and rounded once to x's dtype; each expert's output is rounded to it before. The
+    kernel's name ends in the tokens that a row is picked from, over all blocks of F.
 
     Args:
       packed: rows as of `pack`.
@@ -164,25 +176,35 @@ def experts_sum(
     """
     (N, W), (_, held, D, F), size = packed.shape, gate.weights.shape, packed.dtype.itemsize
     lanes = LANES * pl.cdiv(held, LANES)
-    split = 2 if cores() == 2 and held % 2 == 0 else 1
     per_column = D * sum(m.block_bytes for m in (gate, up, down)) + 4 * 4 * PART
     least = divisor(F, LANES)
 
     def fixed(C: int) -> int:
-        tokens = 2 * size * C * (W + D) + 4 * C * D + (4 + size) * C * lanes + 6 * C * C
-        return tokens + PART * (4 + size) * (2 * D + C)
+        S = C // _pieces(C)
+        tokens = 2 * size * C * (W + D) + 4 * C * D + (4 + size) * C * lanes + 6 * S * S
+        return tokens + PART * (4 + size) * (2 * D + S)
+
+    def columns(C: int) -> int:
+        budget = vmem_budget() if C <= _FEW else vmem_limit() * 7 // 8
+        return (budget - fixed(C)) // per_column
 
     chunks = [c for c in range(8, N, 8) if N % c == 0 and c <= CHUNK] + [N] * (N <= CHUNK or N % 8 > 0)
-    fitting = [c for c in chunks if fixed(c) + least * per_column <= vmem_budget()]
-    C = max(fitting, default=min(chunks))
-    width = divisor(F, (vmem_budget() - fixed(C)) // per_column)
+    C = max((c for c in chunks if columns(c) >= least), default=min(chunks))
+    width = divisor(F, columns(C))
+    # Two cores share the chunks, or one chunk's experts, whose sums are then added.
+    by_tokens = cores() == 2 and N // C % 2 == 0
+    split = 2 if cores() == 2 and held % 2 == 0 and not by_tokens else 1
+    core_chunks, core_experts = (N // C // 2, held) if by_tokens else (N // C, held // split)
     visited, count = _visited(packed, first, held, D, k, experts)
     scalars = [jnp.asarray(x, jnp.int32).reshape(-1) for x in (layer, first, visited, count)]
 
     def at(core: Any, c: Any, j: Any, f: Any, layer: Any, first: Any, visited: Any, count: Any) -> tuple[Any, Any]:
         del c, first
-        n = jnp.minimum(core * (held // split) + j, jnp.maximum(count[0] - 1, 0))
+        n = jnp.minimum(j if by_tokens else core * core_experts + j, jnp.maximum(count[0] - 1, 0))
         return (layer[0], visited[n]), f
+
+    def chunk(core: Any, c: Any) -> Any:
+        return core * core_chunks + c if by_tokens else c
 
     def across(*given: Any) -> tuple[Any, Any, Any]:
         leading, f = at(*given)
@@ -195,16 +217,16 @@ def experts_sum(
     matrices = in_place(gate, up, down) if not interpret else (gate, up, down)
     pairs = N * min(k, held)
     out = pl.pallas_call(
-        functools.partial(_kernel, k=k, experts=experts, hidden=D, part=min(PART, max(8, C))),
+        functools.partial(_kernel, k=k, experts=experts, hidden=D, part=min(PART, max(8, C)), by_tokens=by_tokens),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=(split, N // C, held // split, F // width),
+            grid=(cores() if by_tokens else split, core_chunks, core_experts, F // width),
             in_specs=[
-                pl.BlockSpec((C, W), lambda core, c, *_: (c, 0)),
+                pl.BlockSpec((C, W), lambda core, c, *_: (chunk(core, c), 0)),
                 *(blocks(m, D, width, across) for m in matrices[:2]),
                 blocks(matrices[2], width, D, along),
             ],
-            out_specs=pl.BlockSpec((None, C, D), lambda core, c, *_: (core, c, 0)),
+            out_specs=pl.BlockSpec((None, C, D), lambda core, c, *_: (0 if by_tokens else core, chunk(core, c), 0)),
             scratch_shapes=[
                 pltpu.VMEM((C, D), jnp.float32),
                 pltpu.VMEM((lanes, C), jnp.float32),
@@ -220,10 +242,15 @@ def experts_sum(
             bytes_accessed=size * N * (W + split * D) + (N // C) * sum(layer_bytes(m) for m in (gate, up, down)),
             transcendentals=pairs * F,
         ),
-        name="decode_experts",
+        name=f"decode_experts_{C // _pieces(C) * (F // width)}",
         interpret=interpret,
     )(*scalars, packed, *matrices)
     return out[0] if split == 1 else out[0] + out[1]
+
+
+def _pieces(tokens: int) -> int:
+    """Return the parts of a chunk that rows are picked from."""
+    return next((n for n in range(pl.cdiv(tokens, _PICKED), tokens) if tokens % (LANES * n) == 0), 1)
 
 
 def _visited(

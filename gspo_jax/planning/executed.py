@@ -57,7 +57,7 @@ def passes(setting: Setting, name: str) -> Callable[[Sequence[KernelCall]], floa
 
 def _tile(call: KernelCall) -> int:
     found = re.search(r"_(\d+)(?:\.|$)", call.name)
-    assert found, f"{call.name} does not end in its tile"
+    assert found, f"{call.name} does not end in a number"
     return int(found[1])
 
 
@@ -122,7 +122,7 @@ def _decode_experts(setting: Setting, name: str) -> Callable[[KernelCall], OpWor
         shards, model, rows = setting.expert_shards(name), setting.model, decode_experts_tpu.PART
         arriving = tokens * model.experts_per_token / shards
         parts = loads_lib.draw(arriving, model.num_experts, shards, skew=setting.skew).parts(rows)
-        products = 6 * D * F + 4 * min(tokens, decode_experts_tpu.CHUNK) * D
+        products = 6 * D * F + 4 * _tile(call) * D
         return OpWork(parts * rows * products, call.declared.bytes)
 
     return work

@@ -79,17 +79,21 @@ def test_experts_equal_the_oracle(case, rows, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("experts", [E, 600])
 def test_chunks_columns_and_large_ids_change_nothing(experts, monkeypatch):
-    """72 tokens in 3 chunks, F in 2 blocks, on one core or two. Ids of 600 experts take two digits in bfloat16."""
+    """512 tokens in 2 chunks, picked from 128 at a time, F in 2 blocks, on one core or two.
+
+    Ids of 600 experts take two digits in bfloat16.
+    """
     rng = np.random.default_rng(1)
-    x, x64 = draw(rng, "bfloat16", 72, D)
-    ids, shares = chosen(rng, "random", 72, experts), rng.random((72, K))
+    x, x64 = draw(rng, "bfloat16", 512, D)
+    ids, shares = chosen(rng, "random", 512, experts), rng.random((512, K))
     ids[1:40] = np.stack([FIRST + np.arange(39) % HELD, np.full(39, experts - 1), np.full(39, experts)], axis=1)
     (gate, gate64), (up, up64) = (matrix(rng, "bfloat16", L, HELD, D, 256) for _ in range(2))
     down, down64 = matrix(rng, "bfloat16", L, HELD, 256, D)
     packed = pack(x, jnp.asarray(ids), jnp.asarray(shares, jnp.float32), experts)
     assert packed.shape[1] == packed_width(D, K, experts)
     expected = experts_oracle(x64, ids, shares, gate64[0], up64[0], down64[0], "bfloat16")
-    monkeypatch.setattr(decode_experts_tpu, "CHUNK", 24)
+    monkeypatch.setattr(decode_experts_tpu, "CHUNK", 256)
+    monkeypatch.setattr(decode_experts_tpu, "_PICKED", 128)
     monkeypatch.setattr(decode_experts_tpu, "divisor", lambda size, limit, unit=128: min(size, 128))
     for cores in (1, 2):
         monkeypatch.setattr(decode_experts_tpu, "cores", lambda cores=cores: cores)
