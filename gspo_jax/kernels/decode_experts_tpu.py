@@ -13,7 +13,8 @@ in HBM, 16 KB per pair at D = 2048, 1 MB for these 64.
 """
 
 import functools
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,10 @@ _PICKED = 1024
 """Most tokens that rows are picked from."""
 _FEW = 256
 """Up to so many tokens, blocks of weights are kept short: the first is waited for, and picking again costs little."""
+_TRIANGLE = 256
+"""Columns of the triangle that ranks come from, at a time."""
+_FLOPS_PER_BYTE = 200
+"""Of a chip: 166 of v5p, 240 of v5e."""
 _DIGIT = 256
 """Integers up to this are exact in bfloat16."""
 
@@ -88,6 +93,8 @@ def _kernel(
     total: Any,
     ranks: Any,
     shares: Any,
+    rounded: Any,
+    done: Any,
     *,
     k: int,
     experts: int,
@@ -96,8 +103,9 @@ def _kernel(
     by_tokens: bool,
 ) -> None:
     del layer
-    j, f = pl.program_id(2), pl.program_id(3)
-    number = j if by_tokens else pl.program_id(0) * pl.num_programs(2) + j
+    core, c, j, f = (pl.program_id(axis) for axis in range(4))
+    number = j if by_tokens else core * pl.num_programs(2) + j
+    half, chunk = (0, core * pl.num_programs(1) + c) if by_tokens else (core, c)
     C, dtype = packed.shape[0], packed.dtype
     pieces = [pl.ds(start, C // _pieces(C)) for start in range(0, C, C // _pieces(C))]
     S = pieces[0].size
@@ -116,12 +124,13 @@ def _kernel(
             member, share = jnp.where(hit, 1.0, member), jnp.where(hit, beside[:, i : i + 1], share)
         shares[...] = share.astype(dtype)
         member = member.astype(jnp.bfloat16)
-        before, at = (jax.lax.broadcasted_iota(jnp.int32, (S, S), axis) for axis in (0, 1))
-        for piece in pieces:
+        wide = divisor(S, _TRIANGLE)
+        for piece, start in itertools.product(pieces, range(0, S, wide)):
             here = member[piece.start : piece.start + S]
-            earlier = dot(here, (before < at).astype(jnp.float32).astype(jnp.bfloat16), x_axis=0)
-            own = dot(here, (before == at).astype(jnp.float32).astype(jnp.bfloat16), x_axis=0)
-            ranks[:, piece] = jnp.where(own > 0, earlier, -1.0)
+            before, at = (jax.lax.broadcasted_iota(jnp.int32, (S, wide), axis) for axis in (0, 1))
+            earlier = dot(here, (before < at + start).astype(jnp.float32).astype(jnp.bfloat16), x_axis=0)
+            own = dot(here, (before == at + start).astype(jnp.float32).astype(jnp.bfloat16), x_axis=0)
+            ranks[:, pl.ds(piece.start + start, wide)] = jnp.where(own > 0, earlier, -1.0)
 
     @pl.when(number < count[0])
     def _() -> None:
@@ -146,7 +155,60 @@ def _kernel(
 
     @pl.when((j == pl.num_programs(2) - 1) & (f == pl.num_programs(3) - 1))
     def _() -> None:
-        out[...] = total[...].astype(out.dtype)
+        rows = rounded.shape[1]
+
+        def copy(i: int) -> Any:
+            to = out.at[half, pl.ds(chunk * C + i * rows, rows)]
+            return pltpu.make_async_copy(rounded.at[i % 2], to, done.at[i % 2])
+
+        for i in range(C // rows):
+            if i >= 2:
+                copy(i - 2).wait()
+            rounded[i % 2] = total[i * rows : (i + 1) * rows].astype(dtype)
+            copy(i).start()
+        for i in range(max(0, C // rows - 2), C // rows):
+            copy(i).wait()
+
+
+class _Blocks(NamedTuple):
+    """How a kernel's work is cut."""
+
+    tokens: int
+    """Per chunk."""
+    columns: int
+    """Of F, per block."""
+    by_tokens: bool
+    """True if two cores share the chunks; else they share the experts, and their sums are added."""
+
+
+def _blocks_of(N: int, W: int, matrices: tuple[Stacked, Stacked, Stacked], size: int, pairs: int) -> _Blocks:
+    """Choose the blocks that move the fewest bytes, with picking's flops counted as bytes."""
+    _, held, D, F = matrices[0].weights.shape
+    lanes, two = LANES * pl.cdiv(held, LANES), cores() == 2 and held % 2 == 0
+    per_column = D * sum(m.block_bytes for m in matrices) + 4 * 4 * PART
+
+    def columns(C: int) -> int:
+        S, budget = C // _pieces(C), vmem_budget() if C <= _FEW else vmem_limit() * 7 // 8
+        held_all_along = size * C * W + 4 * C * D + (4 + size) * C * lanes + 2 * size * _staged(C) * D
+        return (budget - held_all_along - 6 * S * divisor(S, _TRIANGLE) - PART * (4 + size) * (2 * D + S)) // per_column
+
+    def blocks(C: int) -> _Blocks:
+        return _Blocks(C, divisor(F, columns(C)), two and N // C % 2 == 0)
+
+    def cost(blocks: _Blocks) -> float:
+        C, columns, by_tokens = blocks
+        picked = pairs * 4 * (C // _pieces(C)) * (F // columns) * D / _FLOPS_PER_BYTE
+        sums = 5 * N * D * size if two and not by_tokens else 0  # written twice, packed read twice, added
+        return N // C * sum(map(layer_bytes, matrices)) + picked + sums
+
+    chunks = [c for c in range(8, N, 8) if N % c == 0 and c <= CHUNK] + [N] * (N <= CHUNK or N % 8 > 0)
+    fitting = [c for c in chunks if columns(c) >= divisor(F, LANES)] or [min(chunks)]
+    return min(map(blocks, reversed(fitting)), key=cost)
+
+
+def _staged(tokens: int) -> int:
+    """Return the rows of a chunk that are written at a time."""
+    return divisor(tokens, 256, 8) if tokens % 8 == 0 else tokens
 
 
 def experts_sum(
@@ -175,24 +237,8 @@ def experts_sum(
       experts: of the whole layer.
     """
     (N, W), (_, held, D, F), size = packed.shape, gate.weights.shape, packed.dtype.itemsize
-    lanes = LANES * pl.cdiv(held, LANES)
-    per_column = D * sum(m.block_bytes for m in (gate, up, down)) + 4 * 4 * PART
-    least = divisor(F, LANES)
-
-    def fixed(C: int) -> int:
-        S = C // _pieces(C)
-        tokens = 2 * size * C * (W + D) + 4 * C * D + (4 + size) * C * lanes + 6 * S * S
-        return tokens + PART * (4 + size) * (2 * D + S)
-
-    def columns(C: int) -> int:
-        budget = vmem_budget() if C <= _FEW else vmem_limit() * 7 // 8
-        return (budget - fixed(C)) // per_column
-
-    chunks = [c for c in range(8, N, 8) if N % c == 0 and c <= CHUNK] + [N] * (N <= CHUNK or N % 8 > 0)
-    C = max((c for c in chunks if columns(c) >= least), default=min(chunks))
-    width = divisor(F, columns(C))
-    # Two cores share the chunks, or one chunk's experts, whose sums are then added.
-    by_tokens = cores() == 2 and N // C % 2 == 0
+    matrices, lanes, pairs = (gate, up, down), LANES * pl.cdiv(held, LANES), -(-N * k * held // experts)
+    C, width, by_tokens = _blocks_of(N, W, matrices, size, pairs)
     split = 2 if cores() == 2 and held % 2 == 0 and not by_tokens else 1
     core_chunks, core_experts = (N // C // 2, held) if by_tokens else (N // C, held // split)
     visited, count = _visited(packed, first, held, D, k, experts)
@@ -214,23 +260,25 @@ def experts_sum(
         leading, f = at(*given)
         return leading, f, 0
 
-    matrices = in_place(gate, up, down) if not interpret else (gate, up, down)
-    pairs = N * min(k, held)
+    if not interpret:
+        matrices = in_place(*matrices)
     out = pl.pallas_call(
         functools.partial(_kernel, k=k, experts=experts, hidden=D, part=min(PART, max(8, C)), by_tokens=by_tokens),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(cores() if by_tokens else split, core_chunks, core_experts, F // width),
             in_specs=[
-                pl.BlockSpec((C, W), lambda core, c, *_: (chunk(core, c), 0)),
+                pl.BlockSpec((C, W), lambda core, c, *_: (chunk(core, c), 0), pipeline_mode=pl.Buffered(1)),
                 *(blocks(m, D, width, across) for m in matrices[:2]),
                 blocks(matrices[2], width, D, along),
             ],
-            out_specs=pl.BlockSpec((None, C, D), lambda core, c, *_: (0 if by_tokens else core, chunk(core, c), 0)),
+            out_specs=pl.BlockSpec(memory_space=pl.ANY),
             scratch_shapes=[
                 pltpu.VMEM((C, D), jnp.float32),
                 pltpu.VMEM((lanes, C), jnp.float32),
                 pltpu.VMEM((C, lanes), packed.dtype),
+                pltpu.VMEM((2, _staged(C), D), packed.dtype),
+                pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct((split, N, D), packed.dtype),
@@ -238,8 +286,8 @@ def experts_sum(
             dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"), vmem_limit_bytes=vmem_limit()
         ),
         cost_estimate=pl.CostEstimate(
-            flops=min(pairs, -(-N * k * held // experts)) * 6 * D * F,
-            bytes_accessed=size * N * (W + split * D) + (N // C) * sum(layer_bytes(m) for m in (gate, up, down)),
+            flops=pairs * 6 * D * F,
+            bytes_accessed=size * N * split * (W + D) + N // C * sum(map(layer_bytes, (gate, up, down))),
             transcendentals=pairs * F,
         ),
         name=f"decode_experts_{C // _pieces(C) * (F // width)}",
