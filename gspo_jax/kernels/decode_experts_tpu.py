@@ -226,7 +226,7 @@ def experts_sum(
     """Return Σ_k w_k · down_e(silu(gate_e x) · up_e x) over each token's experts that are held here.
 
     The sum is accumulated in float32 and rounded once to x's dtype; each expert's output is rounded to it before. The
-    kernel's name ends in the tokens that a row is picked from, over all blocks of F.
+    kernel's name ends in the blocks of F and the tokens that rows are picked from.
 
     Args:
       packed: rows as of `pack`.
@@ -290,7 +290,7 @@ def experts_sum(
             bytes_accessed=size * N * split * (W + D) + N // C * sum(map(layer_bytes, (gate, up, down))),
             transcendentals=pairs * F,
         ),
-        name=f"decode_experts_{C // _pieces(C) * (F // width)}",
+        name=f"decode_experts_{F // width}_{C // _pieces(C)}",
         interpret=interpret,
     )(*scalars, packed, *matrices)
     return out[0] if split == 1 else out[0] + out[1]

@@ -120,10 +120,10 @@ def _decode_experts(setting: Setting, name: str) -> Callable[[KernelCall], OpWor
         tokens = next(a.dims[0] for a in call.operands if len(a.dims) == 2 and a.dtype in ("bf16", "f32"))
         _, _, D, F = next(a.dims for a in call.operands if len(a.dims) == 4)
         shards, model, rows = setting.expert_shards(name), setting.model, decode_experts_tpu.PART
-        arriving = tokens * model.experts_per_token / shards
-        parts = loads_lib.draw(arriving, model.num_experts, shards, skew=setting.skew).parts(rows)
-        products = 6 * D * F + 4 * _tile(call) * D
-        return OpWork(parts * rows * products, call.declared.bytes)
+        blocks, among = map(int, re.findall(r"_(\d+)", call.name)[:2])
+        arriving = among * model.experts_per_token / shards
+        parts = tokens / among * loads_lib.draw(arriving, model.num_experts, shards, skew=setting.skew).parts(rows)
+        return OpWork(parts * rows * (6 * D * F + 4 * blocks * among * D), call.declared.bytes)
 
     return work
 
