@@ -52,14 +52,14 @@ class _Group(NamedTuple):
         return ((at >= since) & (at < self.end))[:, None]
 
 
-def _for_groups(group_sizes: Int[Array, " E"], one: Callable[[_Group, Tree], Tree], out: Tree) -> Tree:
-    """Fold out = one(group, out) over the experts with rows, in order."""
+def _for_groups(group_sizes: Int[Array, " E"], rows: int, one: Callable[[_Group, Tree], Tree], out: Tree) -> Tree:
+    """Fold out = one(group, out) over the experts with some of `rows` rows, in order."""
     ends = jnp.cumsum(group_sizes)
 
     def visit(state: tuple[Array, Tree]) -> tuple[Array, Tree]:
         first, out = state
         e = (ends <= first).sum(dtype=jnp.int32)
-        full = (ends[e] - first) // _BLOCK
+        full = (ends[e] - first) // _BLOCK if _has_blocks(rows) else jnp.zeros_like(first)
         return ends[e], one(_Group(e, first, ends[e], full, first + full * _BLOCK), out)
 
     begin = varying_like(jnp.zeros((), ends.dtype), ends), out
@@ -101,14 +101,19 @@ def _blocked(
             kept = (jnp.where(inside, y, _take(out, start, step)) for out, y in zip(outs, found, strict=True))
             return tuple(_write(out, y, start) for out, y in zip(outs, kept, strict=True))
 
-        if n >= _BLOCK:
+        if _has_blocks(n):
             outs = jax.lax.fori_loop(0, group.full, whole, outs)
         return jax.lax.fori_loop(0, group.steps, part, outs)
 
     shapes = jax.eval_shape(lambda rows, weights: product(rows, [matrix(w, 0) for w in weights]), rows, weights)
     leaves = jax.tree.leaves(weights)
     outs = tuple(varying_like(jnp.zeros(y.shape, y.dtype), *rows, *leaves, group_sizes) for y in shapes)
-    return _for_groups(group_sizes, one, outs)
+    return _for_groups(group_sizes, n, one, outs)
+
+
+def _has_blocks(rows: int) -> bool:
+    """False if remainders are all there is. Of one block alone XLA makes a step twice as slow."""
+    return rows > _BLOCK
 
 
 def scaled(x: Array, scale: Array) -> Array:
@@ -159,7 +164,7 @@ def _blocked_outer(rows: Array, grads: Sequence[Array], group_sizes: Array) -> t
         nothing = tuple(varying_like(jnp.zeros(out.shape[1:], out.dtype), out) for out in outs)
         parts = (partial(part, min(rows, n)) for rows in range(_STEP, _BLOCK + _STEP, _STEP))
         sums = jax.lax.switch(group.steps, [lambda: nothing, *parts])
-        if n >= _BLOCK:
+        if _has_blocks(n):
             sums = jax.lax.fori_loop(0, group.full, whole, sums)
         return tuple(
             jax.lax.dynamic_update_index_in_dim(out, sum_, group.expert, 0)
@@ -168,7 +173,7 @@ def _blocked_outer(rows: Array, grads: Sequence[Array], group_sizes: Array) -> t
 
     shapes = ((group_sizes.shape[0], rows.shape[1], g.shape[1]) for g in grads)
     outs = tuple(varying_like(jnp.zeros(shape, jnp.float32), rows, *grads, group_sizes) for shape in shapes)
-    return _for_groups(group_sizes, one, outs)
+    return _for_groups(group_sizes, n, one, outs)
 
 
 def _take(x: Array, start: Array, rows: int) -> Array:

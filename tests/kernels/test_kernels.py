@@ -60,6 +60,19 @@ def test_grouped_matmul_equals_the_dense_oracle(backend, sizes):
     np.testing.assert_allclose(outer, np.asarray(expected), atol=1e-4)
 
 
+@pytest.mark.parametrize("sizes", [[0, 64, 0], [40, 3, 21], [5, 0, 0]])
+def test_rows_of_one_block_on_a_cpu(sizes):
+    rng = np.random.default_rng(0)
+    rows, weights, grads = (rng.standard_normal(shape) for shape in ((64, 8), (3, 8, 4), (64, 4)))
+    rows32, weights32, grads32 = (jnp.asarray(a, jnp.float32) for a in (rows, weights, grads))
+    counts = jnp.asarray(sizes, jnp.int32)
+    (out,) = gm._blocked_products(rows32, (weights32,), counts)
+    np.testing.assert_allclose(out, dense(rows, weights, sizes), atol=1e-5)
+    (outer,) = gm._blocked_outer(rows32, (grads32,), counts)
+    ends = np.cumsum([0, *sizes])
+    np.testing.assert_allclose(outer, [rows[a:b].T @ grads[a:b] for a, b in itertools.pairwise(ends)], atol=1e-5)
+
+
 @pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS.keys())
 @pytest.mark.parametrize("backend", backends())
 def test_grouped_matmul_of_int8_equals_the_dense_oracle(backend, sizes):

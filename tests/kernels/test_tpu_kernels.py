@@ -75,7 +75,7 @@ def read(program):
 
     Besides, of kernels with a limit of their own, the most bytes of VMEM that each uses, and that limit.
     """
-    calls = re.findall(r"%(\w+?)(?:_\d+)?(?:\.\w+)* = (.*custom_call_target=\"tpu_custom_call\".*)", program.as_text())
+    calls = re.findall(r"%(\w+?)(?:_\d+)*(?:\.\w+)* = (.*custom_call_target=\"tpu_custom_call\".*)", program.as_text())
     memory, vmem = program.memory_analysis(), {}
     assert memory
     for name, call in calls:

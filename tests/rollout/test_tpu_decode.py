@@ -51,7 +51,7 @@ def figures(folder=None):
             "temporaries": memory.temp_size_in_bytes,
             "results": memory.output_size_in_bytes,
             "copies": largest_copies(text),
-            "kernels": Counter(re.findall(rf"%(\w+?)(?:_\d+)?(?:\.\w+)* = .*{KERNEL}", text)),
+            "kernels": Counter(re.findall(rf"%(\w+?)(?:_\d+)*(?:\.\w+)* = .*{KERNEL}", text)),
         }
     return found
 
