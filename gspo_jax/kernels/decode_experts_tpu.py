@@ -107,8 +107,8 @@ def _kernel(
     number = j if by_tokens else core * pl.num_programs(2) + j
     half, chunk = (0, core * pl.num_programs(1) + c) if by_tokens else (core, c)
     C, dtype = packed.shape[0], packed.dtype
-    pieces = [pl.ds(start, C // _pieces(C)) for start in range(0, C, C // _pieces(C))]
-    S = pieces[0].size
+    S = C // _pieces(C)
+    pieces = range(0, C, S)
 
     @pl.when((j == 0) & (f == 0))
     def _() -> None:
@@ -126,29 +126,30 @@ def _kernel(
         member = member.astype(jnp.bfloat16)
         wide = divisor(S, _TRIANGLE)
         for piece, start in itertools.product(pieces, range(0, S, wide)):
-            here = member[piece.start : piece.start + S]
+            here = member[piece : piece + S]
             before, at = (jax.lax.broadcasted_iota(jnp.int32, (S, wide), axis) for axis in (0, 1))
             earlier = dot(here, (before < at + start).astype(jnp.float32).astype(jnp.bfloat16), x_axis=0)
             own = dot(here, (before == at + start).astype(jnp.float32).astype(jnp.bfloat16), x_axis=0)
-            ranks[:, pl.ds(piece.start + start, wide)] = jnp.where(own > 0, earlier, -1.0)
+            ranks[:, pl.ds(piece + start, wide)] = jnp.where(own > 0, earlier, -1.0)
 
     @pl.when(number < count[0])
     def _() -> None:
         e = visited[number]
         for piece in pieces:
-            rank = ranks[pl.ds(e, 1), piece]
+            at = pl.ds(piece, S)
+            rank = ranks[pl.ds(e, 1), at]
             rows = jnp.max(rank).astype(jnp.int32) + 1
 
-            def one(i: Any, carry: None, piece: Any = piece, rank: Array = rank) -> None:
+            def one(i: Any, carry: None, at: Any = at, rank: Array = rank) -> None:
                 row = jax.lax.broadcasted_iota(jnp.int32, (part, S), 0) + i * part
                 pick = (rank == row.astype(jnp.float32)).astype(jnp.float32).astype(dtype)
-                x = dot(pick, packed[piece, :hidden]).astype(dtype)
-                share = dot(pick, shares[piece])
+                x = dot(pick, packed[at, :hidden]).astype(dtype)
+                share = dot(pick, shares[at])
                 column = jax.lax.broadcasted_iota(jnp.int32, share.shape, 1)
                 share = jnp.sum(jnp.where(column == e, share, 0.0), axis=1, keepdims=True)
                 raised = jax.nn.silu(product(x, gate)) * product(x, up) * share
                 back = product(raised.astype(dtype), down).astype(dtype)
-                total[piece] += dot(pick, back, x_axis=0)
+                total[at] += dot(pick, back, x_axis=0)
                 return carry
 
             jax.lax.fori_loop(0, (rows + part - 1) // part, one, None)
