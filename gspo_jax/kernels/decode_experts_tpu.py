@@ -175,9 +175,9 @@ class _Blocks(NamedTuple):
     """How a kernel's work is cut."""
 
     tokens: int
-    """Per chunk."""
+    """Tokens per chunk."""
     columns: int
-    """Of F, per block."""
+    """Columns of F per block of weights."""
     by_tokens: bool
     """True if two cores share the chunks; else they share the experts, and their sums are added."""
 

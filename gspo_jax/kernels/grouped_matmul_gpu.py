@@ -21,7 +21,7 @@ _LEAST = 16
 
 
 class Tile(NamedTuple):
-    """What a program computes, and loads at a time."""
+    """Sizes of a program's part of a product, and how its loads are pipelined."""
 
     rows: int
     inner: int

@@ -82,7 +82,8 @@ def test_two_processes_train_and_evaluate_as_one_does(data, tmp_path):
     files = {"checkpoints", "config.json", "metrics.jsonl", "samples", "held_out", "saved.json", "finished.json", "tb"}
     assert {path.name for path in two.iterdir()} == files
     assert len(list((two / "tb").iterdir())) == 1
-    assert "2" in {path.name for path in (two / "checkpoints").iterdir()}
+    kept = [sorted(path.name for path in (folder / "checkpoints").iterdir()) for folder in (one, two)]
+    assert kept[0] == kept[1] and kept[1][-1] == "2"
 
     first, second = run_processes(2, "-m", "gspo_jax.evaluate", *words, f"--json={tmp_path}/facts.json")
     assert "iteration 2: mean@4" in first and second == ""

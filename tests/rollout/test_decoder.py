@@ -246,7 +246,7 @@ def test_pages_sample_what_rings_did(case):
 
     Another processor may round the int8 case's keys otherwise, and so draw another token in a response.
     """
-    close = 1e-4 if case == "int8" else 1e-5
+    close = 2e-5 if case == "int8" else 1e-5
     recorded, found = np.load(make_decode.FILE), make_decode.decoded(case)
     equal = (found["tokens"] == recorded[f"{case}/tokens"]).all(axis=1)
     assert (~equal).sum() <= (case == "int8")
