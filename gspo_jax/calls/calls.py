@@ -1,0 +1,327 @@
+"""Many calls at a time: coroutines in one event loop, plain functions in threads.
+
+The loop is the process's only one, so that a client made by a user's module serves every call. Calls end by a deadline,
+are tried again after failures that pass, and are not made at all once nothing answers any more.
+"""
+
+import asyncio
+import dataclasses
+import inspect
+import itertools
+import math
+import queue
+import random
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any, Generic, TypeVar
+
+from gspo_jax.calls import failures
+from gspo_jax.calls.failures import CallFailed
+from gspo_jax.secrets import redacted
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 20.0
+"""Seconds before the second attempt, doubled with each; and the most, also of those that a server asks for."""
+_BEAT_S = 0.5
+Value = TypeVar("Value", covariant=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of calls."""
+
+    concurrency: int = 64
+    """Calls in flight."""
+    tokens: int | None = None
+    """Tokens in flight, by the sizes that `submit` is given; None: any number."""
+    deadline_s: float = 45.0
+    """Seconds of a call, from its first attempt on."""
+    tries: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Result(Generic[Value]):
+    """What became of a call: a value, or None and the reason."""
+
+    value: Value | None
+    cause: str | None = None
+    """A few words, the same for all failures of a kind; None if there is a value."""
+    error: str | None = None
+    """A sentence, or the traceback if the function raised."""
+    raised: bool = False
+    """True if the function made a mistake, such as a KeyError; False for a failure of its call."""
+    waited_s: float = 0.0
+    """Seconds until its first attempt."""
+    retries: int = 0
+
+
+class Calls(AbstractContextManager["Calls"]):
+    """Makes calls within limits, and takes none more once as many as may be in flight have failed in a row."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._loop = _loop()
+        self._room = _Room(limits.concurrency, limits.tokens)
+        self._threads = _Threads(limits.concurrency)
+        self._running = set[asyncio.Task[None]]()
+        self._failed_in_a_row, self._last_cause = 0, ""
+        self._closed = False
+
+    def submit(self, function: Callable[..., Any], *arguments: Any, tokens: int = 0) -> Future[Result[Any]]:
+        """Call a function or coroutine function, and return a future that never raises.
+
+        `tokens` are those that the call takes of `Limits.tokens`.
+        """
+        future = Future[Result[Any]]()
+        self._loop.call_soon_threadsafe(self._start, function, arguments, tokens, time.monotonic(), future)
+        return future
+
+    def renew(self) -> None:
+        """Forget earlier failures: whoever did not answer may be there again."""
+        self._failed_in_a_row = 0
+
+    def close(self) -> None:
+        """Cancel all calls. Idempotent."""
+        self._closed = True
+        self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in self._running])
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _start(
+        self, function: Callable[..., Any], arguments: Any, tokens: int, asked: float, future: Future[Any]
+    ) -> None:
+        task = self._loop.create_task(self._finish(function, arguments, tokens, asked, future))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _finish(
+        self, function: Callable[..., Any], arguments: Any, tokens: int, asked: float, future: Future[Any]
+    ) -> None:
+        try:
+            async with self._room.taken(tokens):
+                waited_s = time.monotonic() - asked
+                result = dataclasses.replace(await self._attempts(function, arguments), waited_s=waited_s)
+        except asyncio.CancelledError:
+            result = Result(None, "the calls were closed", "the calls were closed")
+        if not future.cancelled():
+            future.set_result(result)
+
+    async def _attempts(self, function: Callable[..., Any], arguments: Any) -> Result[Any]:
+        if self._closed or self._failed_in_a_row >= self.limits.concurrency:
+            cause = self._last_cause
+            return Result(None, cause, f"not called, as the last {self._failed_in_a_row} calls failed: {cause}")
+        ends = time.monotonic() + self.limits.deadline_s
+        for retries in itertools.count():
+            try:
+                value = await self._within(ends - time.monotonic(), function, arguments)
+                self._failed_in_a_row = 0
+                return Result(value, retries=retries)
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                if not failures.is_failure(error):
+                    return Result(None, failures.cause_of(error), _trace(error), raised=True)
+                wait_s = self._wait_s(error, retries)
+                if wait_s is None or time.monotonic() + wait_s >= ends:
+                    return self._failed(error, retries)
+            await asyncio.sleep(wait_s)
+        raise AssertionError
+
+    def _wait_s(self, error: BaseException, retries: int) -> float | None:
+        """Return the seconds before another attempt, at random from the upper half; None if there is to be none."""
+        if retries + 1 >= self.limits.tries or not failures.passes(error):
+            return None
+        asked_s = failures.after_s(error)
+        if asked_s is not None:
+            return asked_s if asked_s <= LONGEST_WAIT_S else None
+        return min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**retries) * random.uniform(0.5, 1)
+
+    def _failed(self, error: BaseException, retries: int) -> Result[Any]:
+        cause = failures.cause_of(error)
+        self._failed_in_a_row, self._last_cause = self._failed_in_a_row + 1, cause
+        return Result(None, cause, cause + (f", {retries + 1} times" if retries else ""), retries=retries)
+
+    async def _within(self, seconds: float, function: Callable[..., Any], arguments: Any) -> Any:
+        """Return what the function returns. One that does not heed its end is left behind."""
+        task = self._loop.create_task(self._called(function, arguments))
+        try:
+            done, _ = await asyncio.wait([task], timeout=max(0.0, seconds))
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if not done:
+            task.cancel()
+            task.add_done_callback(_heard)
+            raise CallFailed(f"no answer within {self.limits.deadline_s:g} s")
+        if task.cancelled():
+            raise CallFailed("the function cancelled its own call")
+        return task.result()
+
+    async def _called(self, function: Callable[..., Any], arguments: Any) -> Any:
+        waiting = function(*arguments) if is_async(function) else self._threads.submit(function, arguments, self._loop)
+        value = await waiting
+        return await value if inspect.isawaitable(value) else value
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return True for coroutine functions, and objects whose `__call__` is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _trace(error: BaseException) -> str:
+    """Return the traceback from the function on, without secrets."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
+    return redacted("".join([*lines, *traceback.format_exception_only(error)]))
+
+
+def _heard(task: "asyncio.Future[Any]") -> None:
+    if not task.cancelled():
+        task.exception()  # or asyncio reports that nobody asked for it
+
+
+class _Room:
+    """Calls and tokens in flight. One larger than all is let in alone. First come, first served."""
+
+    def __init__(self, calls: int, tokens: int | None) -> None:
+        self._calls, self._tokens = calls, math.inf if tokens is None else tokens
+        self._most = self._tokens
+        self._waiting: list[tuple[float, asyncio.Future[None]]] = []
+
+    def taken(self, tokens: float) -> "_Taken":
+        return _Taken(self, min(tokens, self._most))
+
+    async def enter(self, tokens: float) -> None:
+        if not self._waiting and self._fits(tokens):
+            self._take(tokens)
+            return
+        turn = (tokens, asyncio.get_running_loop().create_future())
+        self._waiting.append(turn)
+        try:
+            await turn[1]
+        except asyncio.CancelledError:
+            if turn in self._waiting:
+                self._waiting.remove(turn)
+            else:
+                self.leave(tokens)
+            raise
+
+    def leave(self, tokens: float) -> None:
+        self._calls, self._tokens = self._calls + 1, self._tokens + tokens
+        while self._waiting and self._fits(self._waiting[0][0]):
+            size, turn = self._waiting.pop(0)
+            self._take(size)
+            turn.set_result(None)
+
+    def _fits(self, tokens: float) -> bool:
+        return self._calls > 0 and self._tokens >= tokens
+
+    def _take(self, tokens: float) -> None:
+        self._calls, self._tokens = self._calls - 1, self._tokens - tokens
+
+
+class _Taken:
+    def __init__(self, room: _Room, tokens: float) -> None:
+        self._room, self._size = room, tokens
+
+    async def __aenter__(self) -> None:
+        await self._room.enter(self._size)
+
+    async def __aexit__(self, *exception: object) -> None:
+        self._room.leave(self._size)
+
+
+class _Threads:
+    """Daemon threads, started as needed, so that one that hangs holds up neither others nor the process's end."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._idle = most, 0
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+
+    def submit(
+        self, function: Callable[..., Any], arguments: Any, loop: asyncio.AbstractEventLoop
+    ) -> "asyncio.Future[Any]":
+        """Call in a thread; the future is the loop's."""
+        done = loop.create_future()
+
+        def settle(value: Any, error: BaseException | None) -> None:
+            if not done.done():
+                done.set_result(value) if error is None else done.set_exception(error)
+
+        def work() -> None:
+            value, error = None, None
+            try:
+                value = function(*arguments)
+            except BaseException as raised:
+                error = _not_stop(raised)
+            loop.call_soon_threadsafe(settle, value, error)
+
+        with self._lock:
+            fresh = self._idle == 0
+            self._idle -= not fresh
+        self._tasks.put(work)
+        if fresh:
+            threading.Thread(target=self._serve, name="calls", daemon=True).start()
+        return done
+
+    def _serve(self) -> None:
+        while True:
+            self._tasks.get()()
+            with self._lock:
+                if self._idle >= self._most:
+                    return
+                self._idle += 1
+
+
+def _not_stop(error: BaseException) -> BaseException:
+    """Return the error, in place of one that asyncio treats in ways of its own."""
+    if isinstance(error, StopIteration | asyncio.CancelledError | KeyboardInterrupt | SystemExit):
+        return RuntimeError(f"raised {type(error).__name__}({error})")
+    return error
+
+
+class _Beating:
+    """The process's event loop, in a thread of its own, and when it last had time."""
+
+    def __init__(self) -> None:
+        self.loop, self.beat = asyncio.new_event_loop(), time.monotonic()
+        threading.Thread(target=self._run, name="calls", daemon=True).start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self._note()
+        self.loop.run_forever()
+
+    def _note(self) -> None:
+        self.beat = time.monotonic()
+        self.loop.call_later(_BEAT_S, self._note)
+
+
+_lock = threading.Lock()
+_beating: list[_Beating] = []
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    with _lock:
+        if not _beating:
+            _beating.append(_Beating())
+    return _beating[0].loop
+
+
+def stalled_s() -> float:
+    """Return for how long a coroutine has kept the event loop from all others."""
+    return max(0.0, time.monotonic() - _beating[0].beat - _BEAT_S) if _beating else 0.0
+
+
+def run(coroutine: Awaitable[Any]) -> Any:
+    """Return what a coroutine returns in the calls' event loop. Not to be called in that loop."""
+
+    async def waited() -> Any:
+        return await coroutine
+
+    return asyncio.run_coroutine_threadsafe(waited(), _loop()).result()

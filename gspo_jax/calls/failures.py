@@ -1,0 +1,126 @@
+"""Failures of calls: what is worth a retry, and short causes to count them by."""
+
+import email.utils
+import ssl
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gspo_jax.secrets import redacted
+
+_PASSING = frozenset([408, 409, 425, 429, 500, 502, 503, 504, 529])
+"""HTTP statuses of failures that pass."""
+_PASSING_NAMES = frozenset(["APIConnectionError", "APITimeoutError", "RemoteProtocolError", "ServerDisconnectedError"])
+"""Clients' exceptions that pass and derive from none of Python's own for such failures."""
+_NETWORK = ("httpx", "httpcore", "aiohttp", "requests", "urllib3", "openai", "anthropic", "mcp", "websockets")
+"""Packages whose exceptions are failures of calls, never mistakes of the function that calls."""
+_LONGEST = 200
+
+
+class CallFailed(Exception):
+    """A call without a result."""
+
+    def __init__(self, cause: str, *, retry: bool = False, after_s: float | None = None):
+        """Say why.
+
+        Args:
+          cause: a few words, the same for all failures of a kind, e.g. "HTTP status 503".
+          retry: whether another attempt may succeed.
+          after_s: seconds that the server asks to wait before it.
+        """
+        super().__init__(cause)
+        self.retry, self.after_s = retry, after_s
+
+
+def is_failure(error: BaseException) -> bool:
+    """Return True for a failure of a call; False for a mistake of the function that made it, as a KeyError."""
+    if isinstance(error, CallFailed | OSError | TimeoutError) or _status(error) is not None:
+        return True
+    return type(error).__module__.partition(".")[0] in _NETWORK
+
+
+def passes(error: BaseException) -> bool:
+    """Return True if another attempt may succeed."""
+    if isinstance(error, CallFailed):
+        return error.retry
+    if any(isinstance(each, ssl.SSLCertVerificationError) for each in _causes(error)):
+        return False
+    status = _status(error)
+    if status is not None:
+        return status in _PASSING
+    if isinstance(error, ConnectionError | TimeoutError) or type(error).__name__ in _PASSING_NAMES:
+        return True
+    names = {each.__name__ for each in type(error).__mro__}
+    return bool(names & {"TransportError", "ClientConnectionError"}) and "UnsupportedProtocol" not in names
+
+
+def after_s(error: BaseException) -> float | None:
+    """Return the seconds that a server asks to wait before another attempt, as by the header Retry-After."""
+    if isinstance(error, CallFailed):
+        return error.after_s
+    headers = getattr(getattr(error, "response", error), "headers", None)
+    return retry_after(headers.get("retry-after")) if isinstance(headers, Mapping) else None
+
+
+def retry_after(header: str | None) -> float | None:
+    """Return the seconds of a Retry-After header, which may hold a date; None if there is none."""
+    if header is None:
+        return None
+    try:
+        return max(0.0, float(header))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - time.time())
+    except (ValueError, TypeError):
+        return None
+
+
+def cause_of(error: BaseException) -> str:
+    """Return a few words to count failures by, without secrets."""
+    if isinstance(error, CallFailed):
+        return _short(str(error))
+    if any(isinstance(each, ssl.SSLCertVerificationError) for each in _causes(error)):
+        return "the server's certificate is not valid"
+    status = _status(error)
+    if status is not None:
+        return f"HTTP status {status}"
+    for each in _causes(error):
+        if isinstance(each, ConnectionRefusedError):
+            return "connection refused"
+        if isinstance(each, ConnectionResetError):
+            return "connection reset"
+    if isinstance(error, TimeoutError):
+        return "timed out"
+    text = " ".join(str(error).split())
+    return _short(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+def _short(text: str) -> str:
+    text = redacted(text)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def _status(error: BaseException) -> int | None:
+    """Return the HTTP status of an error: httpx and requests give it with the response, others themselves."""
+    response: Any = getattr(error, "response", None)
+    for each in (getattr(error, "status_code", None), getattr(response, "status_code", None), _of_aiohttp(error)):
+        if isinstance(each, int) and each >= 400:
+            return each
+    return None
+
+
+def _of_aiohttp(error: BaseException) -> Any:
+    return getattr(error, "status", None) if type(error).__module__.startswith("aiohttp") else None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        left += [each.__cause__, each.__context__, *(each.exceptions if isinstance(each, BaseExceptionGroup) else ())]
