@@ -63,7 +63,7 @@ class Scores:
     without_worker: Bool[np.ndarray, " B"] | None
     """True for rows that needed no worker or sandbox; None if no function needs one."""
     failed: dict[str, Bool[np.ndarray, " B"]] = dataclasses.field(default_factory=dict)
-    """True where a function was asked and has no score, unless it returned None."""
+    """True where a function outside this thread was asked and has no score, unless it returned None."""
     since: float = 0.0
     """Time of the first question, by `time.monotonic`, perhaps asked ahead."""
     until: float = 0.0
@@ -181,7 +181,11 @@ class Scorer(AbstractContextManager["Scorer"]):
                 if weight:  # 0 * NaN would spoil rows over a score that is only recorded
                     total += np.where(asked[name], np.float32(weight) * by_name[name], np.float32(0))
         total[~(np.abs(total) <= MOST)] = np.nan  # the weighted sum may exceed it
-        called = [[o.queued_s is not None for o in outcomes[name]] for name in (*self._isolated, *self._programs)]
+        elsewhere = (*self._isolated, *self._programs)
+        called = [[o.queued_s is not None for o in outcomes[name]] for name in elsewhere]
+        failed = {
+            name: np.asarray([_failed(o) for o in outcomes[name]], bool) for name in (*elsewhere, *self._questions)
+        }
         return Scores(
             total,
             by_name,
@@ -189,7 +193,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             seconds=time.monotonic() - begun,
             queued_s=[o.queued_s for results in outcomes.values() for o in results if o.queued_s is not None],
             without_worker=np.asarray([not any(uses) for uses in zip(*called, strict=True)], bool) if called else None,
-            failed={name: np.asarray([_failed(o) for o in outcomes[name]], bool) for name in self._weights},
+            failed=failed,
             since=since,
             until=time.monotonic(),
         )
@@ -432,7 +436,8 @@ class BrokenWatch:
         if failures:
             causes = collections.Counter(redacted(str(o.failed_by)) for o in failures)
             most = ", ".join(f"{cause} ({times} x)" for cause, times in causes.most_common(3))
-            first = "" if failures[0].error in causes else f"; the first error: {redacted(str(failures[0].error))}"
+            traces = [redacted(str(o.error)) for o in failures if o.raised]
+            first = f"; the first error:\n{traces[0]}" if traces else ""
             logging.warning("%s failed on %d of %d completions: %s%s", what, len(failures), count, most, first)
 
 

@@ -125,6 +125,10 @@ def open_run(
         phases.settled = lambda: run.settled
         try:
             yield run, start.boundary.state
-        except (StopRequested, ScoringFailed):
+        except StopRequested:
             run.stop()
+            raise
+        except ScoringFailed:
+            if run.boundary.done:
+                run.keep()
             raise

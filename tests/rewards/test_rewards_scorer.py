@@ -354,7 +354,7 @@ def test_closing_ends_a_scoring_in_another_thread(fakes):
 
         def score(scorer=scorer, rows=rows, ended=ended):
             with pytest.raises((StopRequested, RuntimeError, CancelledError)):
-                scorer.score_here(["p"] * len(rows), rows, [{}] * len(rows))
+                scorer.score_here([f"p{i}" for i in range(len(rows))], rows, [{}] * len(rows))
             ended.append(True)
 
         thread = threading.Thread(target=score)
