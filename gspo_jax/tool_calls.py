@@ -239,12 +239,13 @@ _READERS: dict[str, tuple[re.Pattern[str], _Reader]] = {
 }
 FORMATS = tuple(_READERS)
 """JSON of Hermes, Qwen 2.5 and Qwen3; XML of Qwen3-Coder and Qwen 3.5; keys and values of GLM 4.5 to 5."""
-_TRIAL = "trial_tool", {"text": "a b", "number": 7}
+TRIAL_NAME = "trial_tool"
+_TRIAL = TRIAL_NAME, {"text": "a b", "number": 7}
 TRIAL_TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "function": {
-            "name": _TRIAL[0],
+            "name": TRIAL_NAME,
             "description": "Try a chat template.",
             "parameters": {
                 "type": "object",
@@ -258,7 +259,7 @@ TRIAL_TOOLS: list[dict[str, Any]] = [
 TRIAL_CALL = {
     "role": "assistant",
     "content": "",
-    "tool_calls": [{"id": "trial0001", "type": "function", "function": {"name": _TRIAL[0], "arguments": _TRIAL[1]}}],
+    "tool_calls": [{"id": "trial0001", "type": "function", "function": {"name": TRIAL_NAME, "arguments": _TRIAL[1]}}],
 }
 """A turn that shows how a chat template writes calls."""
 
