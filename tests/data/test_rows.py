@@ -89,6 +89,7 @@ DEFECTS = {
 REMEDIES = {
     "no question, prompt or messages": "name the prompt's field, --config.data.prompt=FIELD",
     "several of question, prompt and messages": "choose one, such as --config.data.prompt=prompt",
+    "malformed tools": 'tool \'add\' is no {"type": "function", "function": {"name", "description", "parameters"}}; write',
 }
 """What to do about a defect, where it is not to correct the rows."""
 LATER = {
