@@ -89,7 +89,6 @@ DEFECTS = {
 REMEDIES = {
     "no question, prompt or messages": "name the prompt's field, --config.data.prompt=FIELD",
     "several of question, prompt and messages": "choose one, such as --config.data.prompt=prompt",
-    "malformed tools": 'tool \'add\' is no {"type": "function", "function": {"name", "description", "parameters"}}; write',
 }
 """What to do about a defect, where it is not to correct the rows."""
 LATER = {
@@ -141,6 +140,7 @@ def test_a_file_of_one_defect_alone_ends_with_its_name_and_line(name, tmp_path, 
     remedy = {
         "no question, prompt or messages": "name the prompt",
         "several of question, prompt and messages": "choose",
+        "malformed tools": "tool 'add' is no ",
     }
     with pytest.raises(
         UserError, match=f"has no usable row: 1 of 1 left out are {name}; {remedy.get(name, 'correct them')}"
