@@ -26,7 +26,7 @@ MARKS = frozenset(
 )
 """Marks of calls and replies. Some may be a tokenizer's added tokens."""
 MOST_CALLS = 32
-"""Calls per turn. One more is an error, and ends the turn's calls."""
+"""Calls per turn. One more is an error, and is the last."""
 MOST_NESTED = 64
 """Depth of lists and objects in arguments."""
 
@@ -126,7 +126,7 @@ def parse(turn: str, form: str, tools: Tools, *, before: str = "") -> Turn:
     scan = thoughts.Scan(before, turn)
     starts: list[int] = []
     calls: list[Call] = []
-    text, at = None, 0
+    text, at, tries = None, 0, 0
     while found := opening.search(turn, at):
         scan.read(at, found.start())
         at = found.end()
@@ -134,7 +134,7 @@ def parse(turn: str, form: str, tools: Tools, *, before: str = "") -> Turn:
             continue
         if scan.unopened > (starts[0] if starts else 0):
             starts, calls, text = [], [], None
-        if len(calls) == MOST_CALLS:
+        if (tries := tries + 1) > MOST_CALLS:
             calls.append(_error("", f"a turn may have at most {MOST_CALLS} tool calls"))
             break
         text = turn[scan.begin : found.start()] if text is None else text

@@ -21,8 +21,8 @@ from gspo_jax.errors import UserError
 def assistant_turns(source: Sequence[Record], tokenizer: Tokenizer, style: PromptStyle) -> Records:
     """Return a record per assistant turn: the `messages` before it, and in `worked` what the assistant writes.
 
-    `worked` is the chat template's text from the prompt to the end-of-turn token, including tool calls and marks such as
-    an empty thought. Special tokens in contents are guarded (`Tokenizer.guard`).
+    `worked` is the chat template's text from the prompt to the end-of-turn token, including tool calls, and marks such
+    as an empty thought. Special tokens in contents are guarded (`Tokenizer.guard`).
 
     Raises:
       UserError: no turn can be learned.

@@ -198,8 +198,9 @@ class Tokenizer:
     def guard(self, content: str, role: str = "user") -> str:
         """Mark special tokens in `content` as plain text for `encode`.
 
-        Exceptions are added tokens that are not special, such as Qwen3's `<think>`, and marks of thoughts and calls that
-        the assistant says. In what a tool says no added token counts, not even one with a part in the template's text.
+        Exceptions are added tokens that are not special, such as Qwen3's `<think>`, and marks of thoughts and calls
+        that the assistant says. In what a tool says no added token counts, not even one that begins or ends in the
+        template's text.
         """
         if role != "tool":
             return _marked(content, self._unsaid_marks if role == "assistant" else self._special)
@@ -326,8 +327,8 @@ class Tokenizer:
         if found is None:
             formats = ", ".join(tool_calls.FORMATS)
             raise UserError(
-                f"the chat template writes tool calls in none of the formats {formats}; if the model writes them in one, "
-                "set environment.tool_format to it"
+                f"the chat template writes tool calls in none of the formats {formats}; if the model writes them in "
+                "one, set environment.tool_format to it"
             )
         return found
 
@@ -353,7 +354,7 @@ class Tokenizer:
           tools: as in the prompt.
 
         Raises:
-          UserError: the template rejects the messages, omits one, or writes the turn in another way once it is answered.
+          UserError: the template rejects the messages, omits one, or writes an answered turn in another way.
         """
         if self._template is None:
             return "".join(message["content"] for message in messages)

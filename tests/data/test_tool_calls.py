@@ -330,8 +330,9 @@ def test_the_first_mark_may_be_missing_in_the_format_of_qwen3_coder():
 @pytest.mark.parametrize("form", FORMATS)
 def test_repetition_takes_no_time_and_few_replies(form):
     begun = time.process_time()
-    for text in (OPEN, f"{OPEN}{CLOSE}", f"{OPEN}<function=a><parameter=b>", f"{OPEN}a<arg_key>b</arg_key><arg_value>", "<think>",
-                 f"{OPEN}{{", "</parameter>\n", f"<think>{OPEN}", f"</think>{OPEN}"):  # fmt: skip
+    xml, keys = f"{OPEN}<function=a><parameter=b>", f"{OPEN}a<arg_key>b</arg_key><arg_value>"
+    texts = OPEN, f"{OPEN}{CLOSE}", f"{OPEN}{{", f"<think>{OPEN}", "</parameter>\n", "<think>", xml, keys
+    for text in (*texts, f"</think>{OPEN}", f"</think>{xml}", f"</think>{keys}"):
         calls = parse(text * 10_000, form, TOOLS).calls
         assert len(calls) <= MOST_CALLS + 1 and all(call.error for call in calls)
     assert time.process_time() - begun < 5
@@ -341,8 +342,9 @@ def test_repetition_takes_no_time_and_few_replies(form):
     ]
 
 
-SNIPS = [OPEN, CLOSE, "<think>", "</think>", "<function=weather>", "</function>", "<parameter=city>", "</parameter>", "<arg_key>",
-         "</arg_key>", "<arg_value>", "</arg_value>", '{"name": "weather", "arguments": {"city": ', '"Paris"', "}}", "weather", "\n", "city", "3", "\\ud800"]  # fmt: skip
+SNIPS = [OPEN, CLOSE, "<think>", "</think>", "<function=weather>", "</function>", "<parameter=city>", "</parameter>"]
+SNIPS += ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", '{"name": "weather", "arguments": {"city": ']
+SNIPS += ['"Paris"', "}}", "weather", "\n", "city", "3", "\\ud800"]
 
 
 @settings(max_examples=300, deadline=None)
