@@ -13,6 +13,7 @@ from gspo_jax import objectives
 from gspo_jax.data.templates import CLOCK
 from gspo_jax.objectives import mismatch
 from gspo_jax.rollout.drafts import MOST, Drafter
+from gspo_jax.tool_calls import FORMATS
 
 
 def base() -> ConfigDict:
@@ -135,6 +136,10 @@ def base() -> ConfigDict:
     config.environment = ConfigDict()  # episodes of several turns
     config.environment.name = ""  # replies to turns, e.g. "countdown_feedback". Empty: one turn, no replies
     config.environment.turns = 2  # maximum turns of the policy per episode
+    # Format of tool calls: "hermes", "qwen3_coder" or "glm". Empty: as the model's chat template writes them.
+    config.environment.tool_format = ""
+    # Partial rollouts: seconds that a sampling call waits for replies. Episodes without one wait while others go on.
+    config.environment.patience_s = 1.0
 
     # Functions of your own: name -> "path/to/file.py:function" or "package.module:function". The name is valid in
     # rewards, step_rewards, environment.name, objective.name, mismatch.correction and data.task.
@@ -372,6 +377,8 @@ RANGES = {
     "sampling.partial.share": FRACTION_ABOVE_0,
     "sampling.rounds": COUNT,
     "environment.turns": COUNT,
+    "environment.tool_format": _one_of("", *FORMATS),
+    "environment.patience_s": NOT_NEGATIVE,
     "scoring.timeout_s": POSITIVE,
     "scoring.workers": HOST_LIMIT,
     "scoring.concurrency": COUNT,

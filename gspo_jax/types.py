@@ -196,6 +196,12 @@ class Batch:
     """Turns of the policy."""
     stale_tokens: Int[np.ndarray, " B"] = _LATER
     """Tokens sampled by older policies (partial rollouts)."""
+    failed: Bool[np.ndarray, " B"] = _LATER
+    """True for episodes whose environment failed, which have no score."""
+    turn_ends: Int[np.ndarray, "B turns"] | None = None
+    """Tokens up to the end of each of the policy's turns, 0 past the last; None without an environment."""
+    turn_rewards: Float[np.ndarray, "B turns"] | None = None
+    """The environment's reward of each turn, NaN where it gave none."""
     rewards: Rewards = _LATER
     packing: Packing = _LATER
     """Set by `Engine.pack`, which deals the rollout to its places."""
@@ -228,6 +234,9 @@ HOST_COLUMNS = (
     "truncated",
     "turns",
     "stale_tokens",
+    "failed",
+    "turn_ends",
+    "turn_rewards",
     "rewards",
 )
 

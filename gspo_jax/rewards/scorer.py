@@ -155,9 +155,16 @@ class Scorer(AbstractContextManager["Scorer"]):
         return unless_stopped(lambda: self.score_here(prompts, completions, records))
 
     def score_here(
-        self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, Any]]
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        records: Sequence[dict[str, Any]],
+        *,
+        lost: Sequence[bool] | None = None,
     ) -> Scores:
         """Score B completions without consulting other processes. Any thread may call it.
+
+        `lost` ones are not scored, whatever they are.
 
         Raises like `score`, and RuntimeError if the scorer is closed.
         """
@@ -166,7 +173,9 @@ class Scorer(AbstractContextManager["Scorer"]):
         begun = time.monotonic()
         since, self._asked_since = self._asked_since or begun, None
         rows = zip_rows(prompts, completions, records)
-        asked = {name: [self._scores(name, record) for record in records] for name in self._weights}
+        lost = [False] * len(rows) if lost is None else lost
+        kept = list(zip(records, lost, strict=True))
+        asked = {name: [not gone and self._scores(name, record) for record, gone in kept] for name in self._weights}
         outcomes = self.outcomes(rows, asked)
         for name, results in outcomes.items():
             mine = asked[name]
@@ -180,7 +189,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             for name, weight in self._weights.items():
                 if weight:  # 0 * NaN would spoil rows over a score that is only recorded
                     total += np.where(asked[name], np.float32(weight) * by_name[name], np.float32(0))
-        total[~(np.abs(total) <= MOST)] = np.nan  # the weighted sum may exceed it
+        total[~(np.abs(total) <= MOST) | np.asarray(lost, bool)] = np.nan  # the weighted sum may exceed it
         elsewhere = (*self._isolated, *self._programs)
         called = [[o.queued_s is not None for o in outcomes[name]] for name in elsewhere]
         failed = {
@@ -258,7 +267,8 @@ class Scorer(AbstractContextManager["Scorer"]):
             while waiting:
                 waiting = wait(waiting, timeout=LOOK_S).not_done
                 self._go_on()
-                self._check_loop()
+                if self._questions:
+                    check_loop(self._limits, ", ".join(self._questions))
             self._go_on()  # closed calls end with outcomes of their own
             outcomes |= {name: [future.result() for future in futures] for name, futures in pending.items()}
             for name, results in outcomes.items():
@@ -268,15 +278,6 @@ class Scorer(AbstractContextManager["Scorer"]):
             for futures in pending.values():
                 for future in futures:
                     future.cancel()  # matters only after an exception
-
-    def _check_loop(self) -> None:
-        """Raise ScoringFailed if a coroutine function keeps all others waiting."""
-        if self._questions and calls.stalled_s() > self._limits.deadline_s:
-            raise ScoringFailed(
-                f"a coroutine function has kept all calls waiting for {calls.stalled_s():.0f} s, among those of "
-                f"{', '.join(self._questions)}: it waits without await, as by time.sleep or requests; await what it "
-                "waits for, or write def instead of async def, which runs in a thread"
-            )
 
     def _go_on(self) -> None:
         if self._closed or self.interrupted():
@@ -311,6 +312,16 @@ def _judged(name: str, verdict: Verdict) -> Outcome[float]:
     if verdict.broken:
         return Outcome(None, verdict.broken, queued_s=verdict.queued_s)
     return Outcome(code.score(name, verdict), queued_s=verdict.queued_s)
+
+
+def check_loop(limits: Limits, names: str) -> None:
+    """Raise ScoringFailed if a coroutine function keeps the calls of all others waiting, among those `names`."""
+    if (stalled_s := calls.stalled_s()) > limits.deadline_s:
+        raise ScoringFailed(
+            f"a coroutine function has kept all calls waiting for {stalled_s:.0f} s, among those of {names}: it waits "
+            "without await, as by time.sleep or requests; await what it waits for, or write def instead of async def, "
+            "which runs in a thread"
+        )
 
 
 def unless_stopped(score: Callable[[], Value]) -> Value:

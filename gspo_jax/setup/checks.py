@@ -1,6 +1,7 @@
 """Checks of a config that need neither data nor devices."""
 
 import datetime
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,6 +94,7 @@ def _check_settings(config: ConfigDict) -> None:
     _check_choices(config)
     data.sources(config)
     _check_rewards(config)
+    _check_episode_rewards(config)
     _check_filter(config)
     _check_benchmarks(config)
     _check_partial_rollouts(config)
@@ -123,8 +125,13 @@ def _check_choices(config: ConfigDict) -> None:
     if bad := [x for x in config.coldstart.terse if not isinstance(x, int | float) or not FRACTION.holds(x)]:
         raise UserError(f"coldstart.terse has {bad[0]!r}; use {FRACTION.words} for each stage")
     if config.environment.name:
-        environments.find(config.environment.name, functions.own(config))
-        functions.check_calls(config, "environment", config.environment.name, *ARGUMENTS)
+        name = config.environment.name
+        environment = environments.find(name, functions.own(config))
+        if inspect.isclass(environment):
+            environments.check_class(name, config.functions[name], environment)
+            functions.check_calls(config, "environment", name)
+        else:
+            functions.check_calls(config, "environment", name, *ARGUMENTS)
 
 
 def _check_rewards(config: ConfigDict) -> None:
@@ -159,6 +166,17 @@ def _check_rewards(config: ConfigDict) -> None:
             function = found.waiting.get(name) if kind == "reward" else None
             plural = getattr(function, "batched", False)
             functions.check_calls(config, kind, name, *(f"{each}s" if plural else each for each in ARGUMENTS))
+
+
+def _check_episode_rewards(config: ConfigDict) -> None:
+    name = config.environment.name
+    if "environment" not in (*config.rewards, *config.step_rewards):
+        return
+    if not name or not inspect.isclass(environments.find(name, functions.own(config))):
+        raise UserError(
+            f"the reward 'environment' is what an environment's object gives, and environment.name is {name!r}; set it "
+            "to a class of yours (docs/own/environment.md), or take the reward out"
+        )
 
 
 def _check_filter(config: ConfigDict) -> None:

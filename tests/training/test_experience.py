@@ -172,7 +172,7 @@ class Slow:
     def __init__(self, result):
         self.result, self.finish = result, threading.Event()
 
-    def score_here(self, prompts, completions, records) -> Scores:
+    def score_here(self, prompts, completions, records, lost=None) -> Scores:
         assert self.finish.wait(20.0)
         if isinstance(self.result, BaseException):
             raise self.result
