@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from gspo_jax.thoughts import answer_part
 
-__all__ = ["answer_part", "own_process"]
+__all__ = ["answer_part", "graded", "own_process"]
 
 Reward = TypeVar("Reward", bound=Callable[..., Any])
 
@@ -17,4 +17,10 @@ def own_process(reward: Reward) -> Reward:
     them secret, and an empty home folder. Its module must not import jax.
     """
     reward.__dict__["own_process"] = True
+    return reward
+
+
+def graded(reward: Reward) -> Reward:
+    """Mark a reward function with scores other than 0 and 1: it cannot decide what is correct (`eval.correct`)."""
+    reward.__dict__["graded"] = True
     return reward

@@ -68,11 +68,6 @@ class BatchScorer:
         scored = _in_thread(score)
         return lambda: Rewards(**hosts.allgather_rows(mesh, unless_stopped(scored.result), B))
 
-    @property
-    def without_steps(self) -> "BatchScorer":
-        """The same reward functions, without step rewards."""
-        return BatchScorer(self.scorer, self._decode, self._mesh)
-
     def score(self, batch: Batch) -> Rewards:
         """Return a batch's rewards."""
         return self.begin(batch)()

@@ -273,6 +273,13 @@ def find(
     return here, isolated, programs
 
 
+def is_graded(name: str, own: Mapping[str, str]) -> bool:
+    """Return True if a reward function is marked by `rewards.graded`. Arguments and errors are `find`'s."""
+    here, isolated, programs = find([name], own)
+    function = references.function(isolated[name]) if name in isolated else (here | programs)[name]
+    return bool(getattr(function, "graded", False))
+
+
 def check_weights(kind: str, functions: Mapping[str, float]) -> None:
     """Raise UserError if `functions` is empty or a weight is not finite."""
     if not functions:

@@ -73,12 +73,14 @@ def open_run(
             replies.interrupted = phases.noticed
         prompts = data.training_prompts(config, tokenizer, records["train"])
         player = players.make_player(config, tokenizer, made.sampler, replies)
+        of_steps = data.make_step_scorer(config)
         evaluations = Evaluations(
             config=config,
             engine=made,
             player=player,
             tokenizer=tokenizer,
             scorer=scorer,
+            steps=of_steps,
             prompts=data.held_out_prompts(config, tokenizer, records["test"]),
             benchmarks={label: (each, each.prompts(tokenizer)) for label, each in taken.items()},
         )
@@ -112,7 +114,7 @@ def open_run(
             prompts=prompts,
             evaluations=dataclasses.replace(evaluations, inputs=start.inputs),
             player=player if buffer is None else buffer,
-            scorer=BatchScorer(scorer, tokenizer.decode, meshes.trainer, steps=data.make_step_scorer(config)),
+            scorer=BatchScorer(scorer, tokenizer.decode, meshes.trainer, steps=of_steps),
             files=files,
             checkpointer=checkpointer,
             log=log,

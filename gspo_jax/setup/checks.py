@@ -1,7 +1,7 @@
 """Checks of a config that need neither data nor devices."""
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -130,11 +130,8 @@ def _check_choices(config: ConfigDict) -> None:
 def _check_rewards(config: ConfigDict) -> None:
     if not config.rewards:
         raise UserError("the config has no rewards; name at least one with its weight, such as exact_answer: 1.0")
-    if config.eval.correct not in config.rewards:
-        raise UserError(
-            f"eval.correct is {config.eval.correct!r}, which is not among the config's rewards; use one of "
-            f"{', '.join(config.rewards)}"
-        )
+    own = functions.own(config)
+    _check_correct("eval.correct", config.eval.correct, config, own)
     for name, source in config.data.sources.items():
         own_rewards = source.rewards or tuple(config.rewards)
         for reward in own_rewards:
@@ -143,13 +140,13 @@ def _check_rewards(config: ConfigDict) -> None:
                     f"data.sources.{name}.rewards has {reward!r}, which is not among the config's rewards; use one of "
                     f"{', '.join(config.rewards)}"
                 )
+        _check_correct(f"data.sources.{name}.correct", source.correct, config, own)
         correct = source.correct or config.eval.correct
-        if correct not in own_rewards:
+        if correct and correct not in own_rewards:
             raise UserError(
                 f"data.sources.{name} is judged by {correct!r}, which does not score it; set its `correct` to one of "
                 f"{', '.join(own_rewards)}"
             )
-    own = functions.own(config)
     _, _, programs = scorer.find(config.rewards, own)
     if (programs or config.environment.name in environments.SANDBOXED) and not config.scoring.unsafe:
         sandbox.check_bubblewrap()
@@ -157,6 +154,21 @@ def _check_rewards(config: ConfigDict) -> None:
     for kind, names in (("reward", config.rewards), ("step reward", config.step_rewards)):
         for name in names:
             functions.check_calls(config, kind, name, *ARGUMENTS)
+
+
+def _check_correct(field: str, name: str, config: ConfigDict, own: Mapping[str, str]) -> None:
+    if not name:
+        return
+    if name not in config.rewards:
+        raise UserError(
+            f"{field} is {name!r}, which is not among the config's rewards; use one of {', '.join(config.rewards)}, or "
+            "leave it empty for no accuracy"
+        )
+    if scorer.is_graded(name, own):
+        raise UserError(
+            f"{field} is {name!r}, which gives scores between wrong and correct; use a reward of verdicts, 0 or 1 (a "
+            "weight of 0 only logs it), or leave it empty for mean rewards in place of an accuracy"
+        )
 
 
 def _check_filter(config: ConfigDict) -> None:

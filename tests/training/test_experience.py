@@ -259,7 +259,6 @@ def test_steps_are_rewarded_where_the_policy_ends_them():
     np.testing.assert_array_equal(rewards.steps, rewards.of_steps != 0)
     assert rewards.learn.tolist() == [True, True, True, False] and np.isnan(rewards.total[-1])
     assert rewards.by_name.keys() == {"right", "halves"}
-    assert scorer.without_steps.score(dataclasses.replace(a_round(0, [0] * B), rewards=None)).of_steps is None
 
 
 def test_groups_without_contrast_are_replaced():
