@@ -59,8 +59,8 @@ def sections(groups: Sequence[Group], found: Sequence[_Facts], *, base: Group, p
       UserError: a file of samples is damaged.
     """
     numbers = _html_table(number_rows(found)) + (
-        "<p>Held-out prompts and benchmarks: first and last evaluation. Other metrics: mean over the first and over the "
-        f"last tenth of the iterations. In brackets: minimum and maximum over seeds. {ROUNDING}</p>"
+        "<p>Held-out prompts and benchmarks: first and last evaluation. Other metrics: mean over the first and over "
+        f"the last tenth of the iterations. In brackets: minimum and maximum over seeds. {ROUNDING}</p>"
     )
     firsts = [group.runs[0] for group in groups]
     samples = [
@@ -248,8 +248,8 @@ HOW_TO_READ = {
         "Held-out prompts: last evaluation, mean over the runs and in brackets their minimum and maximum. Collapsed: "
         f"runs whose mean reward of {COLLAPSE_WINDOW} iterations fell below half of its highest so far. All else: mean "
         "over the last tenth of the iterations. Flip rate: in mini-batches 0, 1 and the last of an iteration, that is "
-        "after none, one, and all but one of its updates. Ratio spread: standard deviation of log π_new − log π_old over "
-        "tokens, and over responses of its per-token mean. Mismatch: KL of the trainer's log-probabilities to the "
+        "after none, one, and all but one of its updates. Ratio spread: standard deviation of log π_new − log π_old "
+        "over tokens, and over responses of its per-token mean. Mismatch: KL of the trainer's log-probabilities to the "
         f"sampler's, with the same weights. {ROUNDING}"
     ),
 }
