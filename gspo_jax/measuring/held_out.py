@@ -88,8 +88,9 @@ class Evaluation:
         """Return the results under their names in metrics.jsonl."""
         left_out = ("prompts", "samples", "scores", "scores_stderr", "graded", "examples")
         own = {f"eval/{name}": x for name, x in vars(self).items() if name not in left_out and x is not None}
-        own |= {f"{OF_REWARD}{name}": x for name, x in self.scores.items()}
-        return own | {f"{OF_REWARD}{name}_stderr": x for name, x in self.scores_stderr.items()}
+        for name, mean in self.scores.items():
+            own |= {f"{OF_REWARD}{name}": mean, f"{OF_REWARD}{name}_stderr": self.scores_stderr[name]}
+        return own
 
 
 def is_evaluated(metrics: Mapping[str, Any]) -> bool:

@@ -184,21 +184,21 @@ def group_turns(
     check_tokens(rewards=rewards, mask=mask)
     check_fraction("1 means no discount, 0 looks at each turn's own reward alone", discount=discount)
     rows, T = mask.shape
-    begins = mask & ~jnp.pad(mask, ((0, 0), (1, 0)))[:, :-1]
+    begins = mask.at[:, 1:].set(mask[:, 1:] & ~mask[:, :-1])
     turn = jnp.maximum(jnp.cumsum(begins, axis=1) - 1, 0)
     count = jnp.sum(begins, axis=1)
-    row, most = jnp.arange(rows)[:, None], (T + 1) // 2
+    most = (T + 1) // 2
+    row, number = jax.lax.iota(jnp.int32, rows)[:, None], jax.lax.iota(jnp.int32, most)[None]
     given = jnp.where(mask, widen(rewards), 0.0)
-    earned = jnp.zeros((rows, most), given.dtype).at[row, turn].add(given)
-    exists = jnp.arange(most)[None] < count[:, None]
-    ends = jnp.arange(most)[None] == count[:, None] - 1
+    earned = jax.lax.full((rows, most), 0, given.dtype).at[row, turn].add(given)
+    exists, ends = number < count[:, None], number == count[:, None] - 1
     earned += jnp.where(ends, widen(outcome)[:, None], 0.0)
 
     def step_back(following: Array, column: Array) -> tuple[Array, Array]:
         here = column + discount * following
         return here, here
 
-    _, columns = jax.lax.scan(step_back, jnp.zeros_like(earned[:, 0]), earned.T, reverse=True)
+    _, columns = jax.lax.scan(step_back, jax.lax.full((rows,), 0, earned.dtype), earned.T, reverse=True)
     returns = jnp.where(exists, columns.T, jnp.nan)
     each = jax.vmap(partial(advantage, group_size=group_size), in_axes=1, out_axes=1)(returns)
     return jnp.where(mask, jnp.take_along_axis(each, turn, axis=1), 0.0)

@@ -64,9 +64,10 @@ def group_advantages(
     assert objective.advantage is not None
     if objective.turn_discount is not None:
         assert sampled is not None
-        of_tokens = jnp.zeros(sampled.shape) if rewards.of_steps is None else rewards.of_steps
+        of_tokens: Any = jnp.zeros(sampled.shape) if rewards.of_steps is None else rewards.of_steps
+        total: Any = rewards.total
         settings: dict[str, Any] = {"discount": objective.turn_discount, "advantage": objective.advantage}
-        return group_turns(of_tokens, rewards.total, sampled, group_size=group_size, **settings)
+        return group_turns(of_tokens, total, sampled, group_size=group_size, **settings)
     given: Any = rewards.by_name if objective.by_reward else rewards.total
     advantages = objective.advantage(given, group_size=group_size)
     if rewards.of_steps is None:
