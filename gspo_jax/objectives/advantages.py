@@ -184,7 +184,7 @@ def group_turns(
     check_tokens(rewards=rewards, mask=mask)
     check_fraction("1 means no discount, 0 looks at each turn's own reward alone", discount=discount)
     rows, T = mask.shape
-    begins = mask.at[:, 1:].set(mask[:, 1:] & ~mask[:, :-1])
+    begins = mask & ~jax.lax.pad(mask, False, ((0, 0, 0), (1, -1, 0)))
     turn = jnp.maximum(jnp.cumsum(begins, axis=1) - 1, 0)
     count = jnp.sum(begins, axis=1)
     most = (T + 1) // 2
