@@ -11,7 +11,7 @@ from ml_collections.config_dict import placeholder
 
 from gspo_jax import objectives
 from gspo_jax.data.templates import CLOCK
-from gspo_jax.objectives import mismatch
+from gspo_jax.objectives import advantages, mismatch
 from gspo_jax.rollout.drafts import MOST, Drafter
 from gspo_jax.tool_calls import FORMATS
 
@@ -169,7 +169,14 @@ def base() -> ConfigDict:
     config.overlong.filter = False  # True: do not train on truncated responses
 
     # Objective. Its function documents the hyper-parameters below.
-    config.objective = ConfigDict({"name": "gspo", **_sections(objectives.catalogue)})
+    config.objective = ConfigDict({"name": "gspo"})
+    # How rewards become advantages: "group_zscore", "group_centered", "leave_one_out", "max_rl" (for verdicts) or
+    # "gdpo" (rewards compared one by one). Empty: the objective's own.
+    config.objective.advantage = ""
+    # Discount per turn of an episode: each turn has an advantage of its own, from the rewards that follow it. For
+    # objectives with per-token advantages. None: one advantage per episode.
+    config.objective.turn_discount = placeholder(float)
+    config.objective.update(_sections(objectives.catalogue))
 
     config.routing = ConfigDict()  # mixture-of-experts models only
     config.routing.replay = "none"  # "r2": the trainer replays the old policy's expert choices. "r3": the sampler's
@@ -207,12 +214,15 @@ def base() -> ConfigDict:
     config.eval = ConfigDict()  # evaluation on held-out prompts
     config.eval.every = 20  # iterations between evaluations, in addition to the initial and final ones
     config.eval.prompts = 256  # use only the first N test prompts, 0: all
-    config.eval.correct = ""  # the reward, one of `rewards`, that decides correctness
+    # The reward, one of `rewards`, whose verdicts, 0 or 1, are the accuracy. Empty: none, evaluations show the mean
+    # reward.
+    config.eval.correct = ""
     config.benchmarks = ConfigDict()  # benchmarks during the run: name -> `benchmark(…)`
     config.log = ConfigDict({"samples_every": 20, "samples": 4})  # iterations between samples shown, and how many
     config.log.wandb = ""  # Weights & Biases project for the metrics. Empty: none
     config.checkpoint = ConfigDict({"every": 20, "keep": 2})  # iterations between checkpoints, and newest ones kept
-    config.checkpoint.keep_best = False  # also keep the checkpoint with the highest held-out accuracy
+    # Also keep the checkpoint with the highest held-out accuracy, or mean reward without eval.correct.
+    config.checkpoint.keep_best = False
     return config
 
 
@@ -386,6 +396,8 @@ RANGES = {
     "scoring.deadline_s": POSITIVE,
     "scoring.tries": COUNT,
     "scoring.most_failed": FRACTION,
+    "objective.advantage": _one_of(*advantages.__all__, "", note=" for the objective's own"),
+    "objective.turn_discount": FRACTION,
     "overlong.penalty": NOT_NEGATIVE,
     "mismatch.negative_mask": NOT_NEGATIVE,
     "overlong.cache": COUNT_OR_0,

@@ -1,4 +1,4 @@
-"""Held-out evaluation: mean@k and pass@k of a run's newest policy, or a published benchmark's numbers.
+"""Held-out evaluation of a run's newest policy, with mean@k and pass@k or mean rewards, or a published benchmark.
 
 python -m gspo_jax.evaluate --config=configs/tiny.py --workdir=runs/tiny
 """
@@ -22,9 +22,13 @@ def evaluate_folder(config: ConfigDict, workdir: str | Path) -> Evaluation:
         batches = data.held_out_prompts(config, opened.tokenizer, data.load_records(config, "test"))
         _, name = opened.load()
         key, correct = keys.eval_key(keys.run_key(config)), data.correct_for(config)
-        scorer = opened.scorer.without_steps
-        result = held_out.evaluate(opened.player, batches, scorer, key, correct=correct, tokenizer=opened.tokenizer)
+        judge = {"correct": correct, "tokenizer": opened.tokenizer}
+        result = held_out.evaluate(opened.player, batches, opened.scorer, key, **judge)
     print(f"{name}: {result}")
+    if result.accuracy is None:
+        print("; ".join(f"{own} {x:.3f} ± {result.scores_stderr[own]:.3f}" for own, x in result.scores.items()))
+    if result.warning:
+        print(f"warning: {result.warning}")
     return result
 
 

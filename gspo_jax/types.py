@@ -156,9 +156,9 @@ class Rewards:
     """Rewards: NumPy arrays, the same in every process, until they enter a jitted program."""
 
     total: Float[np.ndarray, "*B"]
-    """Weighted sum of the reward functions; NaN if one of them, or of the step rewards, failed."""
+    """Weighted sum of the reward functions; NaN if one of them, or of the step rewards, failed: no score."""
     learn: Bool[np.ndarray, "*B"]
-    """False for responses, such as unscored ones, that only count in their group's baseline."""
+    """False for responses that carry no gradient. Scored ones still count in their group's baseline."""
     by_name: dict[str, Float[np.ndarray, " B"]] = dataclasses.field(default_factory=dict)
     """Score of each reward function, mean per step for step-reward functions; NaN without a score."""
     without_worker: Bool[np.ndarray, " B"] | None = None

@@ -100,11 +100,6 @@ class BatchScorer:
             found.append({**record, EPISODE: list(zip(places, rewards, strict=True))})
         return found
 
-    @property
-    def without_steps(self) -> "BatchScorer":
-        """The same reward functions, without step rewards."""
-        return BatchScorer(self.scorer, self._decode, self._mesh)
-
     def score(self, batch: Batch) -> Rewards:
         """Return a batch's rewards."""
         return self.begin(batch)()

@@ -385,6 +385,14 @@ def find(
     return found
 
 
+def is_graded(name: str, own: Mapping[str, str]) -> bool:
+    """Return True if a reward function is marked by `rewards.graded`. Arguments and errors are `find`'s."""
+    found = find([name], own)
+    known = found.here | found.programs | found.waiting
+    function = references.function(found.isolated[name]) if name in found.isolated else known[name]
+    return bool(getattr(function, "graded", False))
+
+
 def check_weights(kind: str, functions: Mapping[str, float]) -> None:
     """Raise UserError if `functions` is empty or a weight is not finite."""
     if not functions:

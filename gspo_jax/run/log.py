@@ -22,7 +22,7 @@ from gspo_jax.folder.storage import HELD_OUT
 from gspo_jax.folder.weights_and_biases import connect
 from gspo_jax.measuring import published
 from gspo_jax.measuring.gamed import gamed
-from gspo_jax.measuring.held_out import Evaluation, samples_of
+from gspo_jax.measuring.held_out import Evaluation, is_evaluated, samples_of
 from gspo_jax.objectives import Objective
 from gspo_jax.objectives.guards import clip_range_warning, rounding_warning
 from gspo_jax.parallel import hosts, processes
@@ -89,16 +89,20 @@ class RunLog:
         self.write(step, result.metrics())
         if self._held_out is not None:
             self._held_out.write(step, result.examples)
-        self.progress.keep(accuracy=self._accuracy())
+        self.progress.keep(**self._quality())
         self.progress.say(f"update {step}: {result}")
+        if result.warning:
+            self.warn(result.warning, about="graded")
         if note := gamed(self.evaluations[0][1], result.metrics()):
             self.warn(note, about="gamed")
 
-    def _accuracy(self) -> tuple[float, int] | None:
-        if not self.evaluations:
-            return None
-        iteration, metrics = self.evaluations[-1]
-        return metrics["eval/accuracy"], iteration
+    def _quality(self) -> dict[str, tuple[float, int] | None]:
+        """Return the newest held-out accuracy, or else mean reward, with its iteration."""
+        iteration, metrics = self.evaluations[-1] if self.evaluations else (0, dict[str, float]())
+        found = {"accuracy": metrics.get("eval/accuracy"), "held_out_reward": metrics.get("eval/reward")}
+        if found["accuracy"] is not None:
+            found["held_out_reward"] = None
+        return {name: None if value is None else (value, iteration) for name, value in found.items()}
 
     def measured(self, step: int, label: str, facts: dict[str, Any]) -> None:
         """Record a benchmark's result, empty except on the first process."""
@@ -113,7 +117,7 @@ class RunLog:
             clip_fraction=float(metrics[-1]["clip_fraction/sequence"]),
             flip_rate=metrics[-1].get("routing/flip_rate"),
             tokens_per_s=tokens_per_s,
-            accuracy=self._accuracy(),
+            **self._quality(),
         )
 
     def keep_samples(self, step: int, batch: Batch, tokenizer: Tokenizer, *, count: int) -> None:
@@ -195,7 +199,7 @@ def open_log(config: ConfigDict, workdir: Path, *, after_step: int | None, done:
 
 def earlier_evaluations(workdir: Path) -> list[tuple[int, dict[str, float]]]:
     """Return iterations done and metrics of earlier evaluations, oldest first."""
-    rows = [row for row in read_metrics(workdir) if "eval/accuracy" in row]
+    rows = [row for row in read_metrics(workdir) if is_evaluated(row)]
     return [
         (row.get("iteration", 0), {name: value for name, value in row.items() if name.startswith("eval/")})
         for row in rows

@@ -73,12 +73,14 @@ def open_run(
             replies.interrupted = phases.noticed
         prompts = data.training_prompts(config, tokenizer, records["train"])
         player = players.make_player(config, tokenizer, made.sampler, replies)
+        of_steps = data.make_step_scorer(config)
         evaluations = Evaluations(
             config=config,
             engine=made,
             player=player,
             tokenizer=tokenizer,
             scorer=scorer,
+            steps=of_steps,
             prompts=data.held_out_prompts(config, tokenizer, records["test"]),
             benchmarks={label: (each, each.prompts(tokenizer)) for label, each in taken.items()},
         )
@@ -100,7 +102,7 @@ def open_run(
             log.warn(text)
         if player.history is not None:
             player.history.restore(start.arrays)
-        scored = BatchScorer(scorer, tokenizer.decode, meshes.trainer, steps=data.make_step_scorer(config))
+        scored = BatchScorer(scorer, tokenizer.decode, meshes.trainer, steps=of_steps)
         if scorer.asks_ahead:
             player.heard = scored.ahead
         buffer = players.make_buffer(config, player, start.boundary.unfinished)

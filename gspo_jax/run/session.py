@@ -46,8 +46,8 @@ class Boundary:
     unfinished: Episodes | None
     evaluated: bool
     """False if evaluations are due."""
-    accuracy: float | None = None
-    """None if not evaluated."""
+    quality: dict[str, float] | None = None
+    """Accuracy or mean reward on held-out prompts, by name; None if not evaluated."""
 
 
 class Watch(Clock):
@@ -220,8 +220,8 @@ class Run:
             return
         weights, step, key = self.engine.weights(at.state), int(at.state.updates), keys.eval_key(self.key)
         where = {"files": self.files, "log": self.log, "phases": self.phases}
-        accuracy = self.evaluations.measure(weights, step=step, done=at.done, key=key, **where)
-        self.boundary = dataclasses.replace(at, evaluated=True, accuracy=accuracy)
+        quality = self.evaluations.measure(weights, step=step, done=at.done, key=key, **where)
+        self.boundary = dataclasses.replace(at, evaluated=True, quality=quality)
 
     def save(self) -> None:
         """Save the newest boundary in the background. The run's first checkpoint is read back at once."""
@@ -242,7 +242,7 @@ class Run:
         if self.player.history is not None:
             arrays |= self.player.history.to_arrays()
         is_first = self.checkpointer.latest is None
-        self.checkpointer.save(at.done, at.state, run, arrays, accuracy=at.accuracy)
+        self.checkpointer.save(at.done, at.state, run, arrays, quality=at.quality)
         if is_first:  # detect an unreadable place now, not on resuming
             self.checkpointer.confirm(at.state)
         self._note_saved()

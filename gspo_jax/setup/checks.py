@@ -2,7 +2,7 @@
 
 import datetime
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -137,11 +137,8 @@ def _check_choices(config: ConfigDict) -> None:
 def _check_rewards(config: ConfigDict) -> None:
     if not config.rewards:
         raise UserError("the config has no rewards; name at least one with its weight, such as exact_answer: 1.0")
-    if config.eval.correct not in config.rewards:
-        raise UserError(
-            f"eval.correct is {config.eval.correct!r}, which is not among the config's rewards; use one of "
-            f"{', '.join(config.rewards)}"
-        )
+    own = functions.own(config)
+    _check_correct("eval.correct", config.eval.correct, config, own)
     for name, source in config.data.sources.items():
         own_rewards = source.rewards or tuple(config.rewards)
         for reward in own_rewards:
@@ -150,13 +147,13 @@ def _check_rewards(config: ConfigDict) -> None:
                     f"data.sources.{name}.rewards has {reward!r}, which is not among the config's rewards; use one of "
                     f"{', '.join(config.rewards)}"
                 )
+        _check_correct(f"data.sources.{name}.correct", source.correct, config, own)
         correct = source.correct or config.eval.correct
-        if correct not in own_rewards:
+        if correct and correct not in own_rewards:
             raise UserError(
                 f"data.sources.{name} is judged by {correct!r}, which does not score it; set its `correct` to one of "
                 f"{', '.join(own_rewards)}"
             )
-    own = functions.own(config)
     found = scorer.find(config.rewards, own)
     if (found.programs or config.environment.name in environments.SANDBOXED) and not config.scoring.unsafe:
         sandbox.check_bubblewrap()
@@ -176,6 +173,21 @@ def _check_episode_rewards(config: ConfigDict) -> None:
         raise UserError(
             f"the reward 'environment' is what an environment's object gives, and environment.name is {name!r}; set it "
             "to a class of yours (docs/own/environment.md), or take the reward out"
+        )
+
+
+def _check_correct(field: str, name: str, config: ConfigDict, own: Mapping[str, str]) -> None:
+    if not name:
+        return
+    if name not in config.rewards:
+        raise UserError(
+            f"{field} is {name!r}, which is not among the config's rewards; use one of {', '.join(config.rewards)}, or "
+            "leave it empty for no accuracy"
+        )
+    if scorer.is_graded(name, own):
+        raise UserError(
+            f"{field} is {name!r}, which gives scores between wrong and correct; use a reward of verdicts, 0 or 1 (a "
+            "weight of 0 only logs it), or leave it empty for mean rewards in place of an accuracy"
         )
 
 

@@ -52,6 +52,7 @@ class Metric(NamedTuple):
 
 SUMMARY = {
     "eval/accuracy": Metric("Held-out accuracy", "share of problems", ".3f"),
+    "eval/reward": Metric("Held-out reward", "per response", ".3f"),
     "reward/mean": Metric("Reward", "per response", ".3f"),
     "response_length/mean": Metric("Response length", "tokens", ".1f"),
     "actor/entropy": Metric("Entropy", "nats per token", ".3f"),
@@ -256,7 +257,13 @@ def summary(groups: Sequence[Group]) -> list[str]:
 
 def results(groups: Sequence[Group]) -> list[str]:
     """Return the metrics of quality: accuracies and rewards."""
-    return ["eval/accuracy", *benchmarks(groups), "reward/mean", *reward_functions(groups)]
+    return [quality(groups), *benchmarks(groups), "reward/mean", *reward_functions(groups)]
+
+
+def quality(groups: Sequence[Group]) -> str:
+    """Return the metric that ranks groups: the held-out accuracy, or the mean reward if no run has an accuracy."""
+    named = _names(groups)
+    return "eval/reward" if "eval/accuracy" not in named and "eval/reward" in named else "eval/accuracy"
 
 
 def describe(name: str) -> Metric:

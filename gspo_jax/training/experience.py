@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from gspo_jax.objectives import Objective
-from gspo_jax.objectives.advantages import gae, group_steps, whitened
+from gspo_jax.objectives.advantages import gae, group_steps, group_turns, whitened
 from gspo_jax.objectives.mismatch import Correction
 from gspo_jax.objectives.regularizers import kl
-from gspo_jax.training.layout import deal
+from gspo_jax.training.layout import collect, deal
 from gspo_jax.types import Batch, OldPolicy, Rewards
 
 ExperienceFn = Callable[[Objective, Batch, Rewards], Batch]
@@ -35,7 +35,10 @@ def make_experience(*, group_size: int, correction: Correction | None, kl_in_rew
         if correction is not None:
             found["correction"] = jax.vmap(correction)(old.logprobs, batch.rollout.logprobs, mask)
         if objective.critic is None:
-            advantages = group_advantages(objective, rewards, group_size=group_size)
+            sampled = None
+            if objective.turn_discount is not None:
+                sampled = collect(batch.rollout.action_mask, batch.packing, len(rewards.total))
+            advantages = group_advantages(objective, rewards, sampled, group_size=group_size)
             return found | {"advantages": deal(advantages, batch.packing)}
         assert old.values is not None
         of_tokens = jax.vmap(partial(token_rewards, kl_in_reward=kl_in_reward))(own, old, mask)
@@ -51,11 +54,22 @@ def make_experience(*, group_size: int, correction: Correction | None, kl_in_rew
 
 
 def group_advantages(
-    objective: Objective, rewards: Rewards, *, group_size: int
+    objective: Objective, rewards: Rewards, sampled: Bool[Array, "B T"] | None = None, *, group_size: int
 ) -> Float[Array, " B"] | Float[Array, "B T"]:
-    """Return a critic-free objective's advantages, per token if there are step rewards."""
+    """Return a critic-free objective's advantages.
+
+    Per token with a `turn_discount`, which needs the action mask `sampled`, or with step rewards. The latter are then
+    rewards of turns, otherwise they are compared by themselves and added.
+    """
     assert objective.advantage is not None
-    advantages = objective.advantage(rewards.total, group_size=group_size)
+    if objective.turn_discount is not None:
+        assert sampled is not None
+        of_tokens: Any = jnp.zeros(sampled.shape) if rewards.of_steps is None else rewards.of_steps
+        total: Any = rewards.total
+        settings: dict[str, Any] = {"discount": objective.turn_discount, "advantage": objective.advantage}
+        return group_turns(of_tokens, total, sampled, group_size=group_size, **settings)
+    given: Any = rewards.by_name if objective.by_reward else rewards.total
+    advantages = objective.advantage(given, group_size=group_size)
     if rewards.of_steps is None:
         return advantages
     each: tuple[Any, ...] = rewards.of_steps, rewards.steps

@@ -87,8 +87,10 @@ def tiny_with(name: str, value: Any) -> ConfigDict:
     """Return configs/tiny.py with one field changed, whatever its type, and what makes the run use that field."""
     config = ConfigDict(STEPS if name.startswith("step_rewards") else PLAIN)
     head, *rest = name.split(".")
-    if head == "objective":
+    if head == "objective" and len(rest) == 2:
         config.objective.name = rest[0]
+    if name == "objective.turn_discount":
+        config.objective.name = "gspo_token"
     if head == "mismatch" and len(rest) == 2:
         config.mismatch.correction, config.training.old_logprobs = rest[0], "recompute"
     if name == "model.architecture.num_experts":

@@ -325,6 +325,28 @@ def test_samples_show_special_tokens_and_short_rewards(tmp_path, undrawn):
     assert "<td class=n>0.3</td>" in page and "0.30000001" not in page and "<pre>&lt;y&gt;</pre>" in page
 
 
+def test_runs_without_verdicts_are_compared_by_their_held_out_reward(tmp_path):
+    """No number of theirs is called an accuracy, in text, table or picture."""
+    for name, gain in (("grpo", 0.0), ("gspo", 0.1)):
+        for seed in range(3):
+            run = _fake(tmp_path / f"{name}-{seed}", seed=seed, name=name)
+            lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            for line in lines:
+                if (accuracy := line.pop("eval/accuracy", None)) is not None:
+                    line |= {"eval/reward": 3 * accuracy + gain + seed / 1000, "eval/reward_stderr": 0.1}
+            (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    folders = [tmp_path / f"{name}-{seed}" for name in ("grpo", "gspo") for seed in range(3)]
+    made = report.report(folders, out=tmp_path / "out", table=tmp_path / "table.md")
+    assert made["verdicts"] == [
+        "Held-out reward of gspo less that of grpo: +0.100 [+0.100, +0.100] over 3 seeds, the same for each: it takes "
+        "more to know their spread."
+    ]
+    table, page = (tmp_path / "table.md").read_text(), (tmp_path / "out" / "report.html").read_text()
+    assert table.startswith("| runs | held-out reward |") and table.index("| gspo |") < table.index("| grpo |")
+    assert "ccuracy" not in table + re.sub(r"data:image/png;base64,[^\"]*", "", page)
+    assert 'alt="Held-out reward, Reward, ' in page
+
+
 def _evaluated(run: Path, step: int, completions: list[str], *, reward: float) -> None:
     """Add an evaluation's examples to a run, and its rewards to the line of a step."""
     file = run / "metrics.jsonl"
