@@ -162,7 +162,7 @@ def test_a_run_whose_data_files_or_reference_changed_is_refused_by_name(tmp_path
             lambda: write_rows(rows, range(20), answer="7"),
             f"the records of {rows} .* they differ in answer, worked;",
         ),
-        (rows, lambda: write_rows(rows, range(20), hint="even"), "they differ in hint; put them back"),
+        (rows, lambda: write_rows(rows, range(20), hint="even"), "they differ in hint; put back what was there"),
         (rows, lambda: write_rows(rows, range(1, 21)), "they differ in answer, prompt as tokens, question"),
         (
             shots,
