@@ -79,7 +79,7 @@ def read_changes(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [] if found is None else found["changes"]
 
 
-def described(change: Mapping[str, Any]) -> str:
+def change_line(change: Mapping[str, Any]) -> str:
     """Return a change on resuming as text: "optimizer.learning_rate 1e-06 → 5e-07 from update 121 on"."""
     values = f"{change['before']!r} → {change['after']!r}"
     return f"{change['field']} {values} from update {change['update']} on"

@@ -20,7 +20,7 @@ from gspo_jax.data.contents import changes
 from gspo_jax.data.pipeline import Batches
 from gspo_jax.engine import Engine
 from gspo_jax.errors import UserError
-from gspo_jax.folder.notes import described, fields_of, read_config, read_saved
+from gspo_jax.folder.notes import change_line, fields_of, read_config, read_saved
 from gspo_jax.folder.storage import RunFolder
 from gspo_jax.rollout.episodes import Episodes
 from gspo_jax.run import branch
@@ -137,7 +137,7 @@ def start(
         arrays=restored.arrays,
         origin=origin,
         changes=run["changes"] + new,
-        said=[*([] if origin is None else [branch.reminder(origin)]), *map(described, new)],
+        said=[*([] if origin is None else [branch.reminder(origin)]), *map(change_line, new)],
     )
 
 
