@@ -128,7 +128,7 @@ def parse(given: str, parts: Sequence[str], workdir: str | os.PathLike[str]) -> 
 
 
 def request_of(given: Request | None, files: RunFolder, *, saved: int | None) -> Request | None:
-    """Return what a run without checkpoints has to begin from: `given`, or what its folder has noted.
+    """Return what a run that begins takes: `given`, or what its folder noted when it was to begin before.
 
     Raises:
       UserError: the folder holds a run that began elsewhere.
@@ -137,9 +137,7 @@ def request_of(given: Request | None, files: RunFolder, *, saved: int | None) ->
     if noted is not None:
         check_same_origin(given, noted, files.name)
         return Request(noted["folder"], noted["iteration"], tuple(noted["taken"]))
-    if saved is not None:
-        check_same_origin(given, None, files.name)
-    elif given is not None:
+    if given is not None and saved is None:
         for name in (CONFIG_FILE, COLD_START):
             if (files.local / name).exists():
                 raise UserError(

@@ -54,11 +54,12 @@ def open_run(
         files = stack.enter_context(open_folder(place))
         phases = stack.enter_context(open_phases(config, files))
         phases.saved = next(iter(steps(files.checkpoints)), None)
-        asked, source = branch.request_of(given, files, saved=phases.saved), None
         if phases.saved is not None and not start_over:
             resume.check_folder(config, files)
         folder = policy.initial_folder(config, files.local)
-        if asked is not None and (phases.saved is None or start_over):
+        source = None
+        begins = phases.saved is None or start_over
+        if begins and (asked := branch.request_of(given, files, saved=phases.saved)) is not None:
             source = stack.enter_context(branch.open_source(asked, config))
             folder = source.initial_folder(config, folder)
         tokenizer = None
@@ -95,7 +96,8 @@ def open_run(
             benchmarks={label: (each, each.prompts(tokenizer)) for label, each in taken.items()},
         )
         content = {"measured_on": evaluations.content, "folder": folder}
-        start = resume.start(config, made, files, prompts, **content, source=source, start_over=start_over)
+        begin = {"source": source, "asked": given, "start_over": start_over}
+        start = resume.start(config, made, files, prompts, **content, **begin)
         checkpointer = Checkpointer(
             files.checkpoints, keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
         )

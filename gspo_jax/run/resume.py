@@ -24,7 +24,7 @@ from gspo_jax.folder.notes import change_line, fields_of, read_config, read_save
 from gspo_jax.folder.storage import RunFolder
 from gspo_jax.rollout.episodes import Episodes
 from gspo_jax.run import branch
-from gspo_jax.run.branch import Source
+from gspo_jax.run.branch import Request, Source
 from gspo_jax.run.session import Boundary
 from gspo_jax.setup import inputs, keys, policy
 from gspo_jax.setup.inputs import FUNCTION
@@ -75,18 +75,19 @@ def start(
     measured_on: Mapping[str, Mapping[str, str]],
     folder: Path,
     source: Source | None,
+    asked: Request | None,
     start_over: bool,
 ) -> Start:
     """Restore the newest checkpoint and move `prompts` to its position, or load initial weights from `folder`.
 
-    A run that begins takes what its `source`, if any, gives. With `start_over`, damaged checkpoints are set aside, and
+    A run that begins takes what its `source`, if any, gives. One that resumes has to have begun as `asked`. With `start_over`, damaged checkpoints are set aside, and
     a run without checkpoints begins again.
 
     Raises:
       UserError: config, data, files or weights differ from the checkpoint, or all checkpoints are damaged or lost.
     """
     read = inputs.of_run(config, folder)
-    restored = _restore(config, engine, files, prompts, read, start_over=start_over)
+    restored = _restore(config, engine, files, prompts, read, asked=asked, start_over=start_over)
     reference = policy.reference_params(config, folder, engine.policy, engine.meshes.trainer)
     if reference is not None:
         read[_REFERENCE] = digest_tree(reference)
@@ -148,9 +149,11 @@ def _restore(
     prompts: Batches[Prompts],
     read: Mapping[str, str],
     *,
+    asked: Request | None,
     start_over: bool,
 ) -> Restored | None:
     def check(run: Mapping[str, Any]) -> None:
+        branch.check_same_origin(asked, run.get("origin"), files.name)
         check_same_run(config, run["config"], files.name)
         _check_inputs(_without_weights(run["inputs"]), _without_weights(read), files.name)
         prompts.check_state(run["prompts"])

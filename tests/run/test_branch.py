@@ -131,11 +131,10 @@ def test_a_folder_with_a_run_of_its_own_is_not_begun_again(tmp_path):
     files, given = RunFolder(name="new", local=tmp_path), Request("/runs/a", None, None)
     assert branch.request_of(None, files, saved=None) is None
     assert branch.request_of(given, files, saved=None) == given
-    with pytest.raises(UserError, match=r"^the run in new did not begin from another one"):
-        branch.request_of(given, files, saved=3)
     (tmp_path / "config.json").touch()
     with pytest.raises(UserError, match=r"^new already has config.json, of a run that .*; give --workdir a new"):
         branch.request_of(given, files, saved=None)
+    assert branch.request_of(given, files, saved=3) == given, "its checkpoints are damaged, and it starts over"
     (tmp_path / ORIGIN_FILE).write_text(json.dumps(NOTED))
     assert branch.request_of(None, files, saved=None) == Request("/runs/a", 40, ("weights", "data"))
 
