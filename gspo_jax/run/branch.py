@@ -104,7 +104,7 @@ def parse(given: str, parts: Sequence[str], workdir: str | os.PathLike[str]) -> 
     """Return what `--from=RUN[@STEP]` and `--from_parts` ask for, None without `--from`.
 
     Raises:
-      UserError: there is no such folder, it is the new run's, or the parts are unknown.
+      UserError: the folder is the new run's, its name is none, or the parts are unknown.
     """
     if not given:
         if parts:
@@ -122,8 +122,6 @@ def parse(given: str, parts: Sequence[str], workdir: str | os.PathLike[str]) -> 
             f"--from and --workdir are both {place}; without --from a run goes on from its newest checkpoint, and a "
             "new one needs a folder of its own"
         )
-    if isinstance(place, Path):
-        existing_folder(place)
     return Request(str(place), step, tuple(part for part in PARTS if part in parts) or None)
 
 
@@ -172,6 +170,8 @@ def open_source(request: Request, config: ConfigDict) -> Iterator[Source]:
     Raises:
       UserError: there is no such checkpoint, or its weights do not fit the config.
     """
+    if isinstance(storage.find(request.folder), Path):
+        existing_folder(request.folder)
     with open_folder(request.folder, write=False) as files:
         step = processes.ask_first(lambda: _step(files, request.step))
         source = Source(

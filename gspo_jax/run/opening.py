@@ -63,7 +63,7 @@ def open_run(
             source = stack.enter_context(branch.open_source(asked, config))
             folder = source.initial_folder(config, folder)
         tokenizer = None
-        if phases.saved is None and not config.model.folder and (source is None or "weights" not in source.parts):
+        if phases.saved is None and not config.model.folder and (source is None or not source.gives_cold_start(config)):
             coldstart.check_reuse(config, folder, may_change=MAY_CHANGE)
         if config.model.folder or folder.exists():
             model, tokenizer = policy.read_folder(config, folder)

@@ -80,8 +80,8 @@ def start(
 ) -> Start:
     """Restore the newest checkpoint and move `prompts` to its position, or load initial weights from `folder`.
 
-    A run that begins takes what its `source`, if any, gives. One that resumes has to have begun as `asked`. With `start_over`, damaged checkpoints are set aside, and
-    a run without checkpoints begins again.
+    A run that begins takes what its `source`, if any, gives. One that resumes must have begun as `asked`, if given.
+    With `start_over`, damaged checkpoints are set aside, and a run without checkpoints begins again.
 
     Raises:
       UserError: config, data, files or weights differ from the checkpoint, or all checkpoints are damaged or lost.

@@ -82,9 +82,12 @@ def check_same_run(
     """
     check_version(saved, workdir, flag=flag)
     changed = differences(config, saved)
+    fixed = by_field(config.to_dict()).keys() ^ by_field(saved).keys()  # hyper-parameters of another version
+    fixed = {name for name in fixed if name.startswith(("objective.", "mismatch."))}
+    if config.sampling.partial.prompts is not None:
+        fixed.add("training.old_logprobs")
     for name, (there, here) in changed.items():
-        keeps = name == "training.old_logprobs" and config.sampling.partial.prompts is not None
-        if keeps or not (may_change(name) if adjusts else name.startswith(MAY_CHANGE)):
+        if name in fixed or not (may_change(name) if adjusts else name.startswith(MAY_CHANGE)):
             raise UserError(
                 f"{name} is {here!r} here and {there!r} in the run in {workdir}; set it back, or start another run "
                 f"with another {flag}" + (f", such as from this one's weights (--from={workdir})" if adjusts else "")

@@ -78,7 +78,6 @@ def test_digits_after_the_last_at_are_a_step(given, found):
         ("TMP/a", ["weight"], r"^--from_parts has 'weight'; did you mean 'weights'\? there are weights, moments, data"),
         ("TMP/a", ["moments", "data"], "^--from_parts has moments without weights, .*; add weights to it"),
         ("TMP/b@3", [], "^--from and --workdir are both .*b; without --from a run goes on from its newest checkpoint"),
-        ("TMP/none", [], r"^folder .*none does not exist"),
         ("s3://x/y", [], "neither a local folder nor a bucket"),
         ("@3", [], "the name of the run folder is empty; give one, such as --from="),
     ],
@@ -248,7 +247,7 @@ def test_a_run_begins_where_another_one_was(own, tmp_path, capsys):
     shutil.rmtree(other)
     shutil.rmtree(new / "checkpoints" / "1")  # as if it had stopped before its first iteration
     config.iterations = 2
-    train(config, new)
+    train(config, new, begin_from=str(other))  # as its first command says; or without
     said = " ".join(capsys.readouterr().out.split())
     assert "resuming from iteration 0" in said and f"this run began from iteration 1 (update 2) of {other}" in said
     assert [row["step"] for row in rows_of(new)] == [0, 1, 2, 3, 4]
@@ -285,6 +284,8 @@ def test_parts_are_taken_alone_and_a_cosine_begins_again(own, tmp_path, capsys):
     assert asked(tmp_path / "data", 1) == asked(other, 2)
     with pytest.raises(UserError, match=r"has no checkpoint 7; there are 1, 2, numbered by iterations"):
         train(config, tmp_path / "none", begin_from=f"{other}@7")
+    with pytest.raises(UserError, match=r"^folder .*/rum does not exist; did you mean .*/run"):
+        train(config, tmp_path / "none", begin_from=f"{other.parent}/rum")
 
 
 @pytest.mark.slow
