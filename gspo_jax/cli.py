@@ -26,6 +26,7 @@ from gspo_jax.config import benchmark
 from gspo_jax.config_files import config_flag, last_given, load_config
 from gspo_jax.errors import Diverged, ScoringFailed, UserError, fault
 from gspo_jax.folder import storage
+from gspo_jax.folder.notes import existing_folder
 from gspo_jax.parallel import compilation, processes
 from gspo_jax.setup import same
 from gspo_jax.setup.fields import NAMED, TYPES, at, check_fields, names, no_field
@@ -74,19 +75,22 @@ def _run(start: Callable[[], int | None], name: str, *, needs_config: bool) -> N
     references.refuse_exits()
     app.run(
         lambda _: _guarded(start),
-        flags_parser=lambda argv: _guarded(lambda: _parse(argv, flags.FLAGS, needs_config=needs_config)),
+        flags_parser=lambda argv: _guarded(
+            lambda: _parse(argv, flags.FLAGS, needs_config=needs_config, trains=name == "train")
+        ),
     )
 
 
 def read_config(words: Sequence[str]) -> ConfigDict:
-    """Return the checked config of a command line.
+    """Return the checked config of `train`'s command line.
 
     Raises:
       UserError: as the command with these flags.
     """
     values = flags.FlagValues()
-    flags.DEFINE_string("workdir", None, "", flag_values=values)
-    _parse(["", *words], values, needs_config=True)
+    for name in ("workdir", "from"):
+        flags.DEFINE_string(name, None, "", flag_values=values)
+    _parse(["", *words], values, needs_config=True, trains=True)
     check_fields(values.config)
     return values.config
 
@@ -275,15 +279,18 @@ def _workdir() -> str:
     return (flags.FLAGS["workdir"].value if "workdir" in flags.FLAGS else None) or os.getcwd()
 
 
-def _parse(argv: list[str], values: flags.FlagValues, *, needs_config: bool) -> list[str]:
+def _parse(argv: list[str], values: flags.FlagValues, *, needs_config: bool, trains: bool) -> list[str]:
     """Parse the command line into `values`. Return non-flag words.
 
-    Without `--config`, a run in `--workdir` gives the config.
+    Without `--config`, a run in `--workdir` gives the config, else the one of `--from`. A command that `trains` may
+    adjust the run's config.
     """
     given = any(word.startswith(("--config", "-config")) for word in argv)
     workdir = None if last_given(argv, "config") is not None else last_given(argv, "workdir")
     kept = same.of_folder(workdir) if workdir and (needs_config or given) and Path(workdir).is_dir() else None
     config, saved = kept, None if kept is None else kept.to_dict()
+    if config is None and trains and last_given(argv, "config") is None:
+        config = _config_of_origin(last_given(argv, "from"))
     if config is None and (needs_config or given):
         config = load_config(config_flag(argv))
     if config is not None:
@@ -308,8 +315,14 @@ def _parse(argv: list[str], values: flags.FlagValues, *, needs_config: bool) -> 
     if len(rest) > 1:
         raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
     if saved is not None and workdir is not None:
-        same.check_same_run(values.config, saved, workdir)
+        same.check_same_run(values.config, saved, workdir, adjusts=trains)
     return rest
+
+
+def _config_of_origin(given: str | None) -> ConfigDict | None:
+    """Return the config of the local run of `--from`, if given."""
+    run = storage.split_step(given)[0] if given else ""
+    return None if not run or run.startswith(storage.BUCKET) else same.of_folder(existing_folder(run), flag="--from")
 
 
 def _without_config(argv: list[str]) -> list[str]:

@@ -60,10 +60,17 @@ COMMANDS: dict[str, Command] = {
         (
             "--config=tiny --workdir=runs/tiny",
             "--config=tiny --config.objective.name=grpo --config.seed=1 --workdir=runs/grpo",
-            "--config=gsm8k --config.model.folder=Qwen3-0.6B --workdir=runs/gsm8k --check_for=8",
+            "--config=tiny --from=runs/tiny@60 --workdir=runs/slower --config.optimizer.learning_rate=5e-5",
         ),
         (
             _WORKDIR._replace(help="run folder, or gs://BUCKET/RUN; a run in it is resumed"),
+            Flag(
+                "from",
+                "begin a new run from another one's checkpoint: its newest, or the one after STEP iterations; without "
+                "--config, with the config of that run's newest start",
+                metavar="RUN[@STEP]",
+            ),
+            Flag("from_parts", "with --from: what to take; all of it that fits by default", list, metavar="weights,…"),
             Flag("start_over", "begin again if the run's checkpoints are gone or damaged", bool, False),
             Flag("check_for", "only check the config, for so many devices; 0: for any number", int, metavar="N", low=0),
             _JSON._replace(help="also write first and last evaluation, and counts of compiled programs, to this file"),

@@ -449,3 +449,28 @@ MAY_CHANGE = (
 
 `iterations` may not change under a cosine learning rate.
 """
+
+ADJUSTABLE = (
+    *(f"{of}optimizer.{name}" for of in ("", "critic.") for name in ("learning_rate", "b1", "b2", "weight_decay")),
+    *(f"{of}optimizer.{name}" for of in ("", "critic.") for name in ("no_decay", "max_grad_norm")),
+    "objective.*.*",
+    "mismatch.*",
+    "reference.*",
+    "overlong.*",
+    "routing.balance_weight",
+    "routing.z_weight",
+    "routing.noise_every",
+    "sampling.temperature",
+    "sampling.top_k",
+    "sampling.top_p",
+    "sampling.min_p",
+    "sampling.rounds",
+    "sampling.filter",
+    "training.entropy_weight",
+    "training.old_logprobs",
+    "benchmarks.*",
+)
+"""Patterns of hyper-parameters that a resumed run may change, from its next update on. None shapes the train state.
+
+`training.old_logprobs` may not change with partial rollouts, which keep router log-probs for one of its values only.
+"""

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.engine import Engine
 from gspo_jax.folder.metrics import MetricsWriter, Mirror, read_metrics
-from gspo_jax.folder.notes import clear_end, write_config
+from gspo_jax.folder.notes import ORIGIN_FILE, clear_end, note, write_changes, write_config
 from gspo_jax.folder.samples import SamplesWriter
 from gspo_jax.folder.storage import HELD_OUT
 from gspo_jax.folder.weights_and_biases import connect
@@ -66,6 +66,22 @@ class RunLog:
         if self._writer is not None:
             self._writer.sync()
 
+    def note_start(
+        self,
+        workdir: Path,
+        *,
+        origin: Mapping[str, Any] | None,
+        changes: Sequence[Mapping[str, Any]],
+        said: Sequence[str],
+    ) -> None:
+        """Note in the run folder where the run began and which fields have changed since, and print lines about it."""
+        if self._writer is not None:
+            write_changes(workdir, changes)
+            if origin is not None:
+                note(workdir, ORIGIN_FILE, **origin)
+        for text in said:
+            self.progress.say(text)
+
     def updates(
         self, step: int, line: Mapping[str, Any], columns: Mapping[str, Any], metrics: list[Metrics], *, group_size: int
     ) -> None:
@@ -93,8 +109,8 @@ class RunLog:
         self.progress.say(f"update {step}: {result}")
         if result.warning:
             self.warn(result.warning, about="graded")
-        if note := gamed(self.evaluations[0][1], result.metrics()):
-            self.warn(note, about="gamed")
+        if text := gamed(self.evaluations[0][1], result.metrics()):
+            self.warn(text, about="gamed")
 
     def _quality(self) -> dict[str, tuple[float, int] | None]:
         """Return the newest held-out accuracy, or else mean reward, with its iteration."""
@@ -184,7 +200,7 @@ def open_log(config: ConfigDict, workdir: Path, *, after_step: int | None, done:
         mirrors: list[Mirror] = []
         if project := config.log.wandb:
             begin = partial(connect, workdir, project, config.to_dict(), resumed=after_step is not None)
-            processes.check_first(lambda: mirrors.append(begin()))
+            processes.ask_first(lambda: mirrors.append(begin()))
         if processes.is_first():
             clear_end(workdir)
             write_config(workdir, config.to_dict(), command=command)

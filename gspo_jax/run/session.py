@@ -1,7 +1,8 @@
 """An open run: logging, evaluation, checkpoints and stops around iterations."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,8 +72,10 @@ class Watch(Clock):
             bad = [name for name, count in named_leaves(counts).items() if count]
             what = f"the first leaf of the gradient that is not finite is {bad[0]}" if bad else f"the loss is {loss}"
             raise Diverged(
-                f"{run.skipped} updates in a row were skipped ({what}); the run can go on from its newest checkpoint, "
-                "with a lower learning rate or other data"
+                f"{run.skipped} updates in a row were skipped ({what}); go on from the newest checkpoint with a lower "
+                "learning rate, the same command with "
+                f"--config.optimizer.learning_rate={run.config.optimizer.learning_rate / 2:.6g}, or begin another run "
+                f"from it with other data (--from={run.files.name})"
             )
 
 
@@ -87,6 +90,10 @@ class Run:
     """Digest of the frozen weights."""
     inputs: Mapping[str, str]
     """Digests of the run's inputs, by name in messages."""
+    origin: Mapping[str, Any] | None
+    """What was taken from another run's checkpoint. None if nothing was."""
+    changes: Sequence[Mapping[str, Any]]
+    """Fields changed on resuming."""
     boundary: Boundary
     """A stop saves it, and the unfinished iteration is sampled again."""
     key: jax.Array
@@ -232,7 +239,9 @@ class Run:
         at = self.boundary
         run = {"iteration": at.done, "prompts": at.prompts, "config": self.config.to_dict(), "evaluated": at.evaluated}
         run |= {"key": jax.random.key_data(self.key).tolist(), "inputs": self.inputs}
-        run |= {"measured_on": self.evaluations.content, "versions": versions()}
+        run |= {"measured_on": self.evaluations.content, "versions": versions(), "changes": list(self.changes)}
+        if self.origin is not None:
+            run["origin"] = self.origin
         if self.base is not None:
             run["base"] = self.base
         left = at.unfinished

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from gspo_jax.folder.notes import change_line
 from gspo_jax.folder.samples import read_samples
 from gspo_jax.folder.storage import HELD_OUT
 from gspo_jax.measuring.gamed import gamed
@@ -75,6 +76,8 @@ def sections(groups: Sequence[Group], found: Sequence[_Facts], *, base: Group, p
         numbers = f"{first}<p>{HOW_TO_READ[panels]}</p>" + _folded("before and after, metric by metric", numbers)
         samples = [(title, _folded("completions", shown)) for title, shown in samples]
     parts = [("Numbers", numbers), ("Runs", ran)]
+    if past := histories([run for group in groups for run in group.runs]):
+        parts.append(("Where runs began, and what changed", "".join(f"<p>{html.escape(text)}</p>" for text in past)))
     if rows := difference_rows(groups, base):
         answers = "".join(f"<p><b>{html.escape(text)}</b></p>" for text in verdicts(groups, base))
         table = re.sub(r"\*\*(.*?)\*\*", r"<b>\1</b>", _html_table(rows))
@@ -339,6 +342,17 @@ def _before_and_after(run: RunData) -> str:
 
 def _mean(value: float | None) -> str | None:
     return None if value is None else f"{value:.3f}"
+
+
+def histories(runs: Sequence[RunData]) -> list[str]:
+    """Return a sentence for each run that began from another one, and for each field changed on resuming."""
+    found = []
+    for run in runs:
+        if run.origin is not None:
+            taken = ", ".join(run.origin["taken"])
+            found.append(f"{run.folder} began from {run.origin['folder']}@{run.origin['iteration']}: {taken}")
+        found += [f"{run.folder}: {change_line(change)}" for change in run.changes]
+    return found
 
 
 def notes(groups: Sequence[Group]) -> list[str]:

@@ -216,6 +216,39 @@ def load_newest(
     return found
 
 
+def load_step(
+    folder: AnyPath, step: int, shapes: Tree, shardings: Tree, *, field_of: FieldOf = lambda leaf: ""
+) -> Tree:
+    """Load the leaves in `shapes` from the checkpoint of a step, even while a run writes others.
+
+    Read-only. Every process must call it.
+
+    Raises:
+      UserError: it is damaged, or its state does not have these `shapes`.
+    """
+    found = _try(folder, step, shapes, shardings, field_of=field_of, **_READ_ONLY)
+    if isinstance(found, str):
+        raise UserError(f"checkpoint {step} in {folder}: {found}; {_other(folder, step)}")
+    return found.state
+
+
+def read_description(folder: AnyPath, step: int) -> dict[str, Any]:
+    """Return the JSON of the checkpoint of a step, see `describe`. Every process must call it.
+
+    Raises:
+      UserError: it is damaged.
+    """
+    content, why = _attempt(lambda: describe(str(storage.find(folder) / str(step))), None)
+    if why:
+        raise UserError(f"checkpoint {step} in {folder}: {why}; {_other(folder, step)}")
+    return content
+
+
+def _other(folder: AnyPath, step: int) -> str:
+    others = [str(each) for each in steps(folder) if each != step]
+    return f"use another one, of {', '.join(others)}" if others else "put back a copy of it"
+
+
 def steps(folder: AnyPath) -> list[int]:
     """Return the steps of committed checkpoints, newest first."""
     found = [path for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
@@ -401,5 +434,6 @@ def _check_finite(content: Mapping[str, Digest], step: int) -> None:
     if bad := [name for name, found in content.items() if found.nonfinite]:
         raise Diverged(
             f"checkpoint {step} is not saved, because {_some(bad)} holds NaN or infinite elements; the one before "
-            "it stays the newest: go on from there with a lower learning rate"
+            "it stays the newest: go on from there with a lower learning rate, the same command with a lower "
+            "--config.optimizer.learning_rate"
         )

@@ -17,7 +17,7 @@ from gspo_jax import drawing, report
 from gspo_jax.config import base
 from gspo_jax.errors import UserError
 from gspo_jax.folder.metrics import MetricsWriter
-from gspo_jax.folder.notes import write_config
+from gspo_jax.folder.notes import ORIGIN_FILE, note, write_changes, write_config
 from gspo_jax.folder.samples import SamplesWriter, make_samples
 from gspo_jax.objectives import catalogue
 from gspo_jax.studies import pages, panels, pictures, runs
@@ -345,6 +345,20 @@ def test_runs_without_verdicts_are_compared_by_their_held_out_reward(tmp_path):
     assert table.startswith("| runs | held-out reward |") and table.index("| gspo |") < table.index("| grpo |")
     assert "ccuracy" not in table + re.sub(r"data:image/png;base64,[^\"]*", "", page)
     assert 'alt="Held-out reward, Reward, ' in page
+
+
+def test_the_page_tells_where_a_run_began_and_what_changed(tmp_path, undrawn):
+    run = _fake(tmp_path / "run")
+    note(run, ORIGIN_FILE, folder="/runs/<a>", iteration=40, taken=["weights", "data"])
+    change = {"field": "optimizer.learning_rate", "before": 1e-6, "after": 5e-7, "update": 3, "iteration": 2}
+    write_changes(run, [change])
+    made = report.report([run])
+    page = Path(made["html"]).read_text(encoding="utf-8")
+    assert f"<p>{run} began from /runs/&lt;a&gt;@40: weights, data</p>" in page
+    assert f"<p>{run}: optimizer.learning_rate 1e-06 → 5e-07 from update 3 on</p>" in page
+    assert made["groups"][0]["runs"][0]["changes"] == [change]
+    write_changes(run, [])
+    assert "Where runs began" in page and not (run / "changes.json").exists()
 
 
 def _evaluated(run: Path, step: int, completions: list[str], *, reward: float) -> None:
