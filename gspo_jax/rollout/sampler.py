@@ -72,7 +72,7 @@ class Sampler:
         self.reshard = decoder.make_reshard(self.moved(shapes), mesh, dtype, precision)
         self._weights: Weights | None = None
         self._sampling, self._slots, self._router_logprobs = sampling, slots, router_logprobs
-        self._poll_steps, self._cache_dtype = poll_steps, cache_dtype
+        self._cache_dtype = cache_dtype
         self._pool_tokens, self.drafting = pool_tokens, drafting
         self.columns = page_columns(page, stop.max_length, mesh.devices.flat[0].platform)
         self.group_size, self.stop, self.mesh = group_size, stop, mesh
@@ -83,6 +83,7 @@ class Sampler:
         self.policies = 0
         self.poll: Callable[[], None] = lambda: None
         """Called before every sampling call and every `poll_steps` decode steps; may raise to end the call."""
+        self.poll_steps = poll_steps
         self._sampled_shapes: set[tuple[Any, ...]] = set()
 
     @property
@@ -110,7 +111,7 @@ class Sampler:
 
     def pieces(self, responses: int, min_ended: float = 1.0) -> PolledDecode | None:
         """Return the programs of a polled decode, or None if it fits `poll_steps`."""
-        options, steps = self.decode_options(responses, min_ended), self._poll_steps
+        options, steps = self.decode_options(responses, min_ended), self.poll_steps
         if steps is None or decoder.most_steps(responses, options["slots"], self.stop) <= steps:
             return None
         return PolledDecode(graph=self._graph, **options, poll_steps=steps)
@@ -133,6 +134,10 @@ class Sampler:
             for leaf in jax.tree.leaves(self.moved(copied))
         )
         self.stats = SamplerStats()
+
+    def share(self, other: "Sampler") -> None:
+        """Take the weights that `other`, a sampler of the same policy on the same mesh, has loaded, without a copy."""
+        self._weights, self.copy_bytes = other._weights, other.copy_bytes
 
     def release(self) -> None:
         """Free the weights' memory for the update."""

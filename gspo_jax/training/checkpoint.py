@@ -217,6 +217,24 @@ def load_newest(
     return found
 
 
+def load_step(
+    folder: AnyPath, step: int, shapes: Tree, shardings: Tree, *, field_of: FieldOf = lambda leaf: ""
+) -> Restored:
+    """Load the leaves in `shapes` from the checkpoint of a step. Read-only.
+
+    Raises:
+      UserError: there is none, or as `restore`.
+      AllDamaged: it does not match its digests.
+    """
+    if step not in (there := steps(folder)):
+        which = f"there are {', '.join(map(str, sorted(there)))}" if there else "there is none yet"
+        raise UserError(f"{folder} has no checkpoint of iteration {step}; {which}")
+    found = _try(folder, step, shapes, shardings, field_of=field_of, **_READ_ONLY)
+    if isinstance(found, str):
+        raise AllDamaged(f"checkpoint {step} in {folder} cannot be read ({found}); put back a copy, or use another")
+    return found
+
+
 def steps(folder: AnyPath) -> list[int]:
     """Return the steps of committed checkpoints, newest first."""
     found = [path for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
