@@ -116,6 +116,7 @@ COMMANDS: dict[str, Command] = {
             Flag("benchmark", "name of a benchmark, or a file of rows; the held-out prompts without", metavar="NAME"),
             Flag("data", "folder or file of the benchmark", metavar="DIR"),
             Flag("samples", "responses to every problem of the benchmark", int, 8, metavar="N", low=1),
+            Flag("keep", "new file for the held-out responses with their rewards, JSON Lines", metavar="FILE"),
             _JSON._replace(help="also write the result to this file"),
         ),
         "required",

@@ -68,7 +68,7 @@ def open(folder: str | Path, step: int | None = None, *, config: ConfigDict | No
         opened = stack.enter_context(open_policy(config, folder if is_run else None, make_scorer=_no_scorer))
         _, name = opened.load(step)
         return Responder(opened, f"{folder}, {name}" if is_run else str(folder), stack.pop_all())
-    
+
 
 def _no_scorer() -> Scorer:
     return Scorer({"exact_answer": 0.0})
@@ -210,11 +210,11 @@ def _config_of_flags(argv: Sequence[str]) -> ConfigDict:
     if model is not None:
         return folder_config(model)
     if workdir is None:
-        raise UserError("--workdir is missing: the run to sample from; or give a Hugging Face folder with --model=DIR")
+        raise UserError("--workdir is missing: a run to sample from; or give a Hugging Face folder, --model=DIR")
     if workdir.startswith(storage.BUCKET):
         return load_config(config_flag(argv))  # raises
     existing_folder(workdir)
-    raise UserError(f"{workdir} holds no run; give the --workdir of one, or a Hugging Face folder with --model=DIR")
+    raise UserError(f"{workdir} holds no run; give the --workdir of one, or a Hugging Face folder, --model=DIR")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from gspo_jax.measuring.responder import PromptTooLong, Responder, Sampling
 from gspo_jax.parallel.compilation import watch_compilation
 from gspo_jax.progress import printable
 
-_COMMANDS = "/reset begins anew, /system TEXT sets the system prompt, /quit or Ctrl-D leaves, Ctrl-C ends a reply"
+_COMMANDS = "/reset begins anew, /system TEXT sets a system prompt, /quit leaves"
 _POLL_STEPS = 16
 """Tokens between looks for Ctrl-C."""
 

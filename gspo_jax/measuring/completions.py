@@ -112,7 +112,7 @@ def new_file(file: str | Path | None) -> Iterator[Callable[[Iterable[dict[str, A
     with open(file, "x", encoding="utf-8") as opened:
 
         def add(lines: Iterable[dict[str, Any]]) -> None:
-            opened.writelines(dumps(each) + "\n" for each in lines)
+            opened.write("".join(dumps(each) + "\n" for each in lines))
             opened.flush()
 
         yield add

@@ -1,7 +1,8 @@
 """Held-out evaluation, with the decoder of training."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from gspo_jax.data.pipeline import EvalBatches
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.folder.samples import Sample, make_samples
+from gspo_jax.measuring.completions import line, responses_of
 from gspo_jax.parallel import hosts
 from gspo_jax.rewards.batches import BatchScorer
 from gspo_jax.rollout.episodes import Player
@@ -71,6 +73,7 @@ def evaluate(
     *,
     correct: Callable[[Record], str],
     tokenizer: Tokenizer,
+    keep: Callable[[Iterable[dict[str, Any]]], None] | None = None,
 ) -> Evaluation:
     """Sample and score k episodes of every held-out prompt, k being the sampler's group size.
 
@@ -79,6 +82,7 @@ def evaluate(
       key: fixes the sampling noise, so evaluations of a run are comparable.
       correct: record -> deciding reward function: a score above 0.5 is correct.
       tokenizer: decodes the examples.
+      keep: takes all responses, as lines (completions.py), batch by batch.
 
     Raises:
       RuntimeError: no response could be scored.
@@ -91,6 +95,9 @@ def evaluate(
         names = [correct(record) for record in played.records]
         verdicts = np.array([rewards.by_name[name][row] for row, name in enumerate(names)], np.float32)
         real = np.repeat(prompts.valid, k)
+        if keep is not None:
+            found = responses_of(played, tokenizer, rewards)
+            keep(line(played.records[row], found[row], sample=int(row % k)) for row in np.flatnonzero(real))
         of_prompts = (x[real].reshape(-1, k) for x in (verdicts, rewards.total))
         columns.append((*of_prompts, played.lengths[real], played.truncated[real]))
         for name, values in rewards.by_name.items():

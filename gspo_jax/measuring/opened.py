@@ -63,9 +63,7 @@ class OpenPolicy:
         if self.files is None:
             weights, name = made.load(self.folder), "the first policy"
         else:
-            weights, name = policy.weights_of_run(
-                self.config, self.files, made.policy, made.meshes.trainer, step=step
-            )
+            weights, name = policy.weights_of_run(self.config, self.files, made.policy, made.meshes.trainer, step=step)
         made.sampler.load(weights)
         return weights, name
 

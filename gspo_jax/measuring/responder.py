@@ -127,9 +127,7 @@ class Responder(AbstractContextManager["Responder"]):
         """Return the response to a conversation; options and errors as in `sample`."""
         return self.sample([messages], **options)[0][0]
 
-    def sampling(
-        self, *, n: int = 1, temperature: float | None = None, max_tokens: int | None = None
-    ) -> Sampling:
+    def sampling(self, *, n: int = 1, temperature: float | None = None, max_tokens: int | None = None) -> Sampling:
         """Return sampling settings, the run's where None. Raises UserError if one is out of range."""
         own = self.opened.config.sampling
         found = Sampling(
@@ -243,7 +241,7 @@ class Responder(AbstractContextManager["Responder"]):
             stop, memory = players.stop_rule_of(config, self.tokenizer), hosts.memory_of(opened.engine.meshes.sampler)
             made = engine.build(config, opened.model, opened.engine.meshes, stop, memory=memory, trains=False).sampler
             made.share(opened.engine.sampler)
-            made.poll, made.poll_steps = lambda: self.poll(), self.poll_steps
+            made.poll, made.poll_steps, made.cuts_prompts = lambda: self.poll(), self.poll_steps, False
             self._players[key] = players.make_player(config, self.tokenizer, made, opened.replies)
         return self._players[key]
 

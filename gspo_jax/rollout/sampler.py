@@ -84,6 +84,8 @@ class Sampler:
         self.poll: Callable[[], None] = lambda: None
         """Called before every sampling call and every `poll_steps` decode steps; may raise to end the call."""
         self.poll_steps = poll_steps
+        self.cuts_prompts = True
+        """Whether a call's prompts are cut to the smallest `bucket` that holds the longest."""
         self._sampled_shapes: set[tuple[Any, ...]] = set()
 
     @property
@@ -182,8 +184,8 @@ class Sampler:
     ) -> Decoded:
         """Continue responses from their prefixes; counted in `stats`.
 
-        Arguments are as in `decoder.prefill` and `decode`, on the host. Prompts are cut to the smallest `bucket` that
-        holds the longest, and padded back in the result.
+        Arguments are as in `decoder.prefill` and `decode`, on the host. Prompts that are cut are padded back in the
+        result.
 
         Raises:
           ValueError: no weights are loaded.
@@ -193,7 +195,7 @@ class Sampler:
             raise ValueError("the sampler has no weights; call load first")
         self.poll()
         width = prompts.tokens.shape[1]
-        cut = prompts.tokens[:, : bucket(int(prompts.lengths.max()), width)]
+        cut = prompts.tokens[:, : bucket(int(prompts.lengths.max()), width) if self.cuts_prompts else width]
         prompts = Prompts(cut, prompts.lengths, earlier=prompts.earlier)
         shards = mesh_lib.batch_shards(dict(self.mesh.shape))
         packed = None if prefix is None else pack(prompts, prefix, shards=shards, limit=self.stop.max_length)
