@@ -40,9 +40,13 @@ _HUGE, _MADV_HUGEPAGE = 2**21, 14
 """Size of a huge page, a multiple of smaller ones, and Linux's request for them."""
 
 
-def run(main: Main, name: str, *, default: ConfigDict | None = None) -> None:
+Fallback = Callable[[Sequence[str]], ConfigDict]
+"""Makes the config of a command line where neither --config nor a run folder gives one."""
+
+
+def run(main: Main, name: str, *, default: ConfigDict | None = None, fallback: Fallback | None = None) -> None:
     """Parse `--config=FILE[:arg]`, `--config.a.b=value` and the flags of command `name`, then call `main(config)`."""
-    _run(lambda: _start(main, default), name, needs_config=default is None)
+    _run(lambda: _start(main, default), name, needs_config=default is None, fallback=fallback)
 
 
 def run_alone(main: Callable[[ConfigDict], int], name: str) -> None:
@@ -67,7 +71,7 @@ def define(name: str) -> None:
             flags.DEFINE_string(flag.name, flag.default, flag.help, required=flag.required)
 
 
-def _run(start: Callable[[], int | None], name: str, *, needs_config: bool) -> None:
+def _run(start: Callable[[], int | None], name: str, *, needs_config: bool, fallback: Fallback | None = None) -> None:
     define(name)
     logging.use_absl_handler()  # removes an import's handler of sys.stderr, which is wrapped next
     shell.keep_streams()
@@ -76,7 +80,7 @@ def _run(start: Callable[[], int | None], name: str, *, needs_config: bool) -> N
     app.run(
         lambda _: _guarded(start),
         flags_parser=lambda argv: _guarded(
-            lambda: _parse(argv, flags.FLAGS, needs_config=needs_config, trains=name == "train")
+            lambda: _parse(argv, flags.FLAGS, needs_config=needs_config, trains=name == "train", fallback=fallback)
         ),
     )
 
@@ -241,6 +245,17 @@ def check_facts_file(file: str | Path | None, *, flag: str = "json") -> None:
         raise UserError(f"--{flag}={file} cannot be written, because this account may not write {there}; give another")
 
 
+def check_new_file(file: str | Path | None, *, flag: str) -> None:
+    """Check that the flag's file can be written and that none would be lost.
+
+    Raises:
+      UserError: as `check_facts_file`, or there is one.
+    """
+    check_facts_file(file, flag=flag)
+    if file is not None and os.path.lexists(file):
+        raise UserError(f"--{flag}={file} exists; give another file, or remove it")
+
+
 def check_output_folder(folder: str | Path | None, *, flag: str) -> None:
     """Check that the flag's folder can be written to or created.
 
@@ -279,11 +294,18 @@ def _workdir() -> str:
     return (flags.FLAGS["workdir"].value if "workdir" in flags.FLAGS else None) or os.getcwd()
 
 
-def _parse(argv: list[str], values: flags.FlagValues, *, needs_config: bool, trains: bool) -> list[str]:
+def _parse(
+    argv: list[str],
+    values: flags.FlagValues,
+    *,
+    needs_config: bool,
+    trains: bool,
+    fallback: Fallback | None = None,
+) -> list[str]:
     """Parse the command line into `values`. Return non-flag words.
 
-    Without `--config`, a run in `--workdir` gives the config, else the one of `--from`. A command that `trains` may
-    adjust the run's config.
+    Without `--config`, a run in `--workdir` gives the config, else the one of `--from`, or `fallback`. A command that
+    `trains` may adjust the run's config.
     """
     given = any(word.startswith(("--config", "-config")) for word in argv)
     workdir = None if last_given(argv, "config") is not None else last_given(argv, "workdir")
@@ -292,7 +314,10 @@ def _parse(argv: list[str], values: flags.FlagValues, *, needs_config: bool, tra
     if config is None and trains and last_given(argv, "config") is None:
         config = _config_of_origin(last_given(argv, "from"))
     if config is None and (needs_config or given):
-        config = load_config(config_flag(argv))
+        if fallback is not None and last_given(argv, "config") is None:
+            config = fallback(argv)
+        else:
+            config = load_config(config_flag(argv))
     if config is not None:
         argv = _without_config(argv)
         _open_added(argv, config)

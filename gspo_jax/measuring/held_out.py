@@ -1,7 +1,7 @@
 """Held-out evaluation, with the decoder of training."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import ScoringFailed
 from gspo_jax.folder.samples import Sample, make_samples
+from gspo_jax.measuring.completions import line, responses_of
 from gspo_jax.parallel import hosts
 from gspo_jax.rewards.batches import BatchScorer
 from gspo_jax.rollout.episodes import Player
@@ -117,6 +118,7 @@ def evaluate(
     *,
     correct: Callable[[Record], str],
     tokenizer: Tokenizer,
+    keep: Callable[[Iterable[dict[str, Any]]], None] | None = None,
 ) -> Evaluation:
     """Sample and score k episodes of every held-out prompt, k being the sampler's group size.
 
@@ -125,6 +127,7 @@ def evaluate(
       key: fixes the sampling noise, so evaluations of a run are comparable.
       correct: record -> reward function that decides by 1 (correct) or 0; "" for none.
       tokenizer: decodes the examples.
+      keep: takes all responses, as lines (completions.py), batch by batch.
 
     Raises:
       ScoringFailed: no response could be scored.
@@ -141,6 +144,9 @@ def evaluate(
         real, asked = np.repeat(prompts.valid, k), np.array([name != "" for name in names], bool)
         of_prompts = (x[real].reshape(-1, k) for x in (verdicts, asked, rewards.total))
         graded |= {name for name, verdict in zip(names, verdicts, strict=True) if not _is_verdict(verdict)}
+        if keep is not None:
+            found = responses_of(played, tokenizer, rewards)
+            keep(line(played.records[row], found[row], sample=int(row % k)) for row in np.flatnonzero(real))
         columns.append((*of_prompts, played.lengths[real], played.truncated[real]))
         for name, values in rewards.by_name.items():
             scores.setdefault(name, []).append(values[real].reshape(-1, k))

@@ -350,10 +350,13 @@ class Player:
                 texts, lengths = (np.repeat(np.asarray(x), G, axis=0) for x in (prompts.tokens, prompts.lengths))
                 self.history.add(texts, lengths, hosts.allgather(rollout.tokens), batch.lengths)
             return batch
-        episodes = self.begin(prompts, key, first=first)
+        return self.to_batch(self.finish(self.begin(prompts, key, first=first)))
+
+    def finish(self, episodes: Episodes) -> Episodes:
+        """Play the unfinished episodes to their ends."""
         while not episodes.ended.all():
             episodes = self.resume(episodes)
-        return self.to_batch(episodes)
+        return episodes
 
     def to_batch(self, episodes: Episodes) -> Batch:
         rollout: Any = episodes.rollout

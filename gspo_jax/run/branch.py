@@ -92,7 +92,8 @@ class Source:
 
     def load(self, shapes: Any, shardings: Any) -> Any:
         """Load some leaves of the train state into their shardings."""
-        return checkpoint.load_step(self.files.checkpoints, self.step, shapes, shardings, field_of=policy.field_of)
+        where = self.files.checkpoints
+        return checkpoint.load_step(where, self.step, shapes, shardings, field_of=policy.field_of).state
 
     def has(self, shapes: Any) -> bool:
         """Return True if the checkpoint has leaves of these names and shapes."""

@@ -23,7 +23,7 @@ from gspo_jax.models.published import check as check_published
 from gspo_jax.models.published import find as find_published
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.setup import keys, players
-from gspo_jax.training.checkpoint import load_newest
+from gspo_jax.training.checkpoint import load_newest, load_step, steps
 from gspo_jax.training.digest import digest_tree
 from gspo_jax.types import Weights
 
@@ -264,12 +264,25 @@ def reference_params(config: ConfigDict, folder: Path, policy: Policy, mesh: Mes
     return peft.load(policy.adapter_folder, policy.config, policy.adapters, mesh)
 
 
-def newest_weights(config: ConfigDict, files: RunFolder, policy: Policy, mesh: Mesh) -> tuple[Weights, str]:
-    """Return a run's newest (or initial) weights, and a name for messages."""
+def weights_of_run(
+    config: ConfigDict, files: RunFolder, policy: Policy, mesh: Mesh, *, step: int | None = None
+) -> tuple[Weights, str]:
+    """Return a run's weights after iteration `step`, and a name for messages.
+
+    None: the newest, or the initial ones without a checkpoint. 0: the initial ones.
+
+    Raises:
+      UserError: there is no checkpoint of that iteration.
+    """
     trainable = policy.shapes.trainable
     wanted = {"policy": {"params": trainable}}
     places = {"policy": {"params": mesh_lib.param_shardings(trainable, mesh)}}
-    restored = load_newest(files.checkpoints, wanted, places, field_of=field_of)
+    if step is None:
+        restored = load_newest(files.checkpoints, wanted, places, field_of=field_of)
+    elif step == 0 and step not in steps(files.checkpoints):
+        restored = None
+    else:
+        restored = load_step(files.checkpoints, step, wanted, places, field_of=field_of)
     folder = initial_folder(config, files.local)
     if restored is None:
         return policy.first(folder, mesh, keys.adapter_key(config)), "the first policy"

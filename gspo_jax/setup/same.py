@@ -20,7 +20,7 @@ def of_folder(workdir: str | Path, *, flag: str = "--workdir") -> ConfigDict | N
       UserError: it was saved by another version of gspo_jax.
     """
     saved = read_config(workdir)
-    if saved is None:
+    if saved is None or "model_type" in saved:  # none, or a model's
         return None
     kept = fields_of(saved)
     check_version(kept, workdir, flag=flag)

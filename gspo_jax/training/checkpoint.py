@@ -218,18 +218,21 @@ def load_newest(
 
 def load_step(
     folder: AnyPath, step: int, shapes: Tree, shardings: Tree, *, field_of: FieldOf = lambda leaf: ""
-) -> Tree:
+) -> Restored:
     """Load the leaves in `shapes` from the checkpoint of a step, even while a run writes others.
 
     Read-only. Every process must call it.
 
     Raises:
-      UserError: it is damaged, or its state does not have these `shapes`.
+      UserError: there is none, it is damaged, or its state does not have these `shapes`.
     """
+    if step not in (there := steps(folder)):
+        which = f"there are {', '.join(map(str, sorted(there)))}" if there else "there is none yet"
+        raise UserError(f"{folder} has no checkpoint of iteration {step}; {which}")
     found = _try(folder, step, shapes, shardings, field_of=field_of, **_READ_ONLY)
     if isinstance(found, str):
         raise UserError(f"checkpoint {step} in {folder}: {found}; {_other(folder, step)}")
-    return found.state
+    return found
 
 
 def read_description(folder: AnyPath, step: int) -> dict[str, Any]:
