@@ -80,7 +80,7 @@ def check_elsewhere(config: ConfigDict, *, devices: int) -> list[str]:
     sizes: dict[str, int] = dict(config.mesh)
     if devices:
         sizes = dict(zip(mesh_lib.AXES, mesh_lib.mesh_sizes(sizes, devices), strict=True))
-    if Path(config.teacher.folder).is_dir():  # "." if there is none
+    if not config.teacher.folder or Path(config.teacher.folder).is_dir():
         teacher.read_model(config, sizes)
     else:
         left.append(f"the teacher in {config.teacher.folder}")
