@@ -167,7 +167,9 @@ def taught_by(tmp_path_factory) -> str:
 def test_a_teacher_s_weights_are_kept_as_they_are_stored(taught_by, dtype):
     """Beside every program, and on the least number of chips; the pool of keys has less room by as much."""
     with_teacher, without = (
-        setting(DENSE, {"data": 2, "fsdp": 4}, **{"teacher.folder": folder, "teacher.dtype": dtype, "teacher.form": "k2"})
+        setting(
+            DENSE, {"data": 2, "fsdp": 4}, **{"teacher.folder": folder, "teacher.dtype": dtype, "teacher.form": "k2"}
+        )
         for folder in (taught_by, "")
     )
     kept = memory.held(with_teacher)
@@ -175,11 +177,14 @@ def test_a_teacher_s_weights_are_kept_as_they_are_stored(taught_by, dtype):
     shapes, norms = with_teacher.engine.teacher.shapes, 4 * (7 * 32 + 2 * 3 * 8)
     whole, embeds = sum(x.size for x in jax.tree.leaves(shapes)), 2 * TAUGHT_BY.vocab_size * 32
     matrices = 3 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)
-    assert nbytes(shapes) == {
-        "": norms + 2 * (embeds + matrices),
-        "float32": 4 * whole,
-        "int8": norms + 2 * embeds + matrices + 4 * 3 * (2 * 32 + 2 * 16 + 2 * 48 + 32),
-    }[dtype]
+    assert (
+        nbytes(shapes)
+        == {
+            "": norms + 2 * (embeds + matrices),
+            "float32": 4 * whole,
+            "int8": norms + 2 * embeds + matrices + 4 * 3 * (2 * 32 + 2 * 16 + 2 * 48 + 32),
+        }[dtype]
+    )
     assert kept["teacher"] < nbytes(shapes) / 3, "sharded over fsdp"
 
 

@@ -16,7 +16,6 @@ from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import UserError
 from gspo_jax.folder.metrics import read_metrics
 from gspo_jax.measuring.opened import open_policy
-from gspo_jax.models import huggingface
 from gspo_jax.setup import data as setup_data
 from gspo_jax.setup import teacher
 from gspo_jax.setup.checks import check, check_elsewhere
@@ -95,25 +94,16 @@ def held_out_kl(config: ConfigDict, workdir: Path | None) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("objective", "form", "reward"), [("reinforce", "advantage", 0.0), ("gspo_token", "advantage", 1.0), ("gspo", "full", 0.0)]
-)
-def test_a_teacher_lifts_a_policy(data, blurred, tmp_path, objective, form, reward):
-    """Held-out KL to it falls to less than half, and the accuracy, which only the second run is paid for, rises."""
-    config = settings(data, blurred, iterations=40, training__minibatches=1, teacher__form=form, eval__every=40)
+@pytest.mark.parametrize(("objective", "form"), [("reinforce", "advantage"), ("gspo", "full")])
+def test_a_teacher_lifts_a_policy(data, blurred, tmp_path, objective, form):
+    """Its held-out KL to the teacher falls to less than half in 20 updates."""
+    config = settings(data, blurred, iterations=20, training__minibatches=1, teacher__form=form)
     config.objective.name, config.optimizer.learning_rate = objective, 1e-3
-    config.objective.gspo_token.update({"low": 0.03, "high": 0.04})
-    config.data.prompts_per_batch = config.sampling.slots = 32
-    config.rewards, config.eval.correct = ConfigDict({"exact_answer": reward}), "exact_answer"
-    config.eval.prompts = 32
-    if reward:
-        config.sampling.group_size = 4
-    found = train(config, tmp_path / "run")
-    sampled = config.copy_and_resolve_references()
-    sampled.teacher.form, sampled.objective.name = "k2", "gspo"  # scores the teacher, whatever the run's form
-    before, after = held_out_kl(sampled, None), held_out_kl(sampled, tmp_path / "run")
+    config.data.prompts_per_batch = config.sampling.slots = config.eval.prompts = 32
+    train(config, tmp_path / "run")
+    config.teacher.form, config.objective.name = "k2", "gspo"  # scores the teacher, whatever the run's form
+    before, after = held_out_kl(config, None), held_out_kl(config, tmp_path / "run")
     assert after < 0.5 * before, (before, after)
-    assert found["last"]["eval/accuracy"] > found["first"]["eval/accuracy"] + 0.1, found
 
 
 @pytest.mark.parametrize(
@@ -126,9 +116,15 @@ def test_a_teacher_lifts_a_policy(data, blurred, tmp_path, objective, form, rewa
         ({"teacher.folder": ""}, "no rewards; name at least one with its weight, .* or a teacher.folder to learn from"),
         ({"teacher.folder": "no/where"}, "no/where is not a folder"),
         ({"eval.correct": "exact_answer"}, "eval.correct is 'exact_answer' and the config has no rewards; add it"),
-        ({"sampling.rounds": 2}, "sampling.rounds is 2, which replaces groups with equal rewards, and the config has no"),
+        (
+            {"sampling.rounds": 2},
+            "sampling.rounds is 2, which replaces groups with equal rewards, and the config has no",
+        ),
         ({"sampling.max_response_length": 40953}, "need 40961 positions, and the teacher in .* has 40960, its"),
-        ({"mesh.tensor": 8}, "the teacher in .*: mesh axis tensor = 8 does not divide the number of heads 4; use one of"),
+        (
+            {"mesh.tensor": 8},
+            "the teacher in .*: mesh axis tensor = 8 does not divide the number of heads 4; use one of",
+        ),
     ],
     ids=lambda x: next(iter(x), "objective") if isinstance(x, dict) else "",
 )
@@ -149,7 +145,9 @@ def test_what_a_config_with_a_teacher_can_get_wrong(data, blurred, changes, says
 def test_a_teacher_with_other_tokens_is_refused_by_the_first_of_them(data, blurred, tmp_path):
     """Before anything is compiled; the size of its embedding and its chat template do not matter."""
     config, other = settings(data, blurred, teacher__form="k2"), tmp_path / "other"
-    with pytest.raises(UserError, match=r"^id 260 is '.*' in the policy's tokenizer and '.*' in that of the teacher in"):
+    with pytest.raises(
+        UserError, match=r"^id 260 is '.*' in the policy's tokenizer and '.*' in that of the teacher in"
+    ):
         config.teacher.folder = str(ROOT / "tests" / "golden" / "counter")
         train(config, tmp_path / "run")
     shutil.copytree(ADDER, other)
@@ -160,7 +158,7 @@ def test_a_teacher_with_other_tokens_is_refused_by_the_first_of_them(data, blurr
     tokenizer = Tokenizer.load(blurred)
     teacher.check_tokens(config, tokenizer)
     settings_file.write_text(json.dumps(kept | {"additional_special_tokens": ["<more>"]}))
-    with pytest.raises(UserError, match="^id 263 is no token in the policy's tokenizer and '<more>' in that of"):
+    with pytest.raises(UserError, match=r"^id 263 is no token in the policy's tokenizer and '<more>' in that of"):
         teacher.check_tokens(config, tokenizer)
 
 

@@ -40,9 +40,9 @@ def log_softmax(x):
     return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
 
 
-def reverse_kl(l, m):
-    """Return Σ_v p_v (log p_v − log q_v) over the ids of both and its gradient in l, in float64."""
-    log_p, log_q, both = log_softmax(l), log_softmax(m), min(np.shape(l)[-1], np.shape(m)[-1])
+def reverse_kl(x, y):
+    """Return Σ_v p_v (log p_v − log q_v) over the ids of both, p, q = softmax of x, y, and its gradient in x."""
+    log_p, log_q, both = log_softmax(x), log_softmax(y), min(np.shape(x)[-1], np.shape(y)[-1])
     p, f, one = np.exp(log_p), np.zeros_like(log_p), np.zeros_like(log_p)
     f[..., :both], one[..., :both] = log_p[..., :both] - log_q[..., :both], 1
     whole, share = (p * f).sum(axis=-1), (p * one).sum(axis=-1)
@@ -76,14 +76,14 @@ def test_of_equal_distributions_it_is_exactly_0_and_always_finite():
     assert value > 100 and np.isfinite(slope).all()
 
 
-def expected_gradient(form: str, l, m, objective=None):
-    """Return the expectation over y ~ softmax(l) of the gradient in l of a one-token response's loss."""
-    p = np.exp(log_softmax(l))
+def expected_gradient(form: str, x, y, objective=None):
+    """Return the expectation over a token ~ softmax(x) of the gradient in x of a one-token response's loss."""
+    p = np.exp(log_softmax(x))
     mask = jnp.ones((V, 1), bool)
 
-    def loss(l):
-        own = jax.nn.log_softmax(l)[:, None]
-        old, teacher = jax.lax.stop_gradient(own), jax.nn.log_softmax(m)[:, None]
+    def loss(x):
+        own = jax.nn.log_softmax(x)[:, None]
+        old, teacher = jax.lax.stop_gradient(own), jax.nn.log_softmax(y)[:, None]
         if form != "advantage":
             return (jnp.float32(p)[:, None] * kl(own, teacher, mask, estimator=form)).sum()
         scored = OldPolicy(old[None], teacher_logprobs=teacher[None])
@@ -91,24 +91,26 @@ def expected_gradient(form: str, l, m, objective=None):
         options = {"mask": mask, "advantages": advantages, "weights": jnp.float32(p)[:, None]}
         return objectives.loss(objective, own, old_logprobs=old, **options)[0]
 
-    return jax.grad(loss)(jnp.float32(l))
+    return jax.grad(loss)(jnp.float32(x))
 
 
 @pytest.mark.parametrize("name", ["gspo_token", "grpo", "reinforce", "dapo", "cispo", "ppo"])
 def test_the_advantage_s_expected_gradient_is_that_of_the_reverse_kl(name):
     """By enumeration of the vocabulary; the estimate's own gradient is not needed."""
-    l, m = np.random.default_rng(1).normal(size=(2, V))
-    expected = reverse_kl(l, m)[1]
+    x, y = np.random.default_rng(1).normal(size=(2, V))
+    expected = reverse_kl(x, y)[1]
     assert np.abs(expected).max() > 0.1
-    np.testing.assert_allclose(expected_gradient("advantage", l, m, objectives.make(name)), expected, atol=1e-6)
+    np.testing.assert_allclose(expected_gradient("advantage", x, y, objectives.make(name)), expected, atol=1e-6)
 
 
 def test_expected_gradients_of_the_estimators():
     """k2's is the reverse KL's; k3's is the forward KL's, p − q; k1's is none, so that it is no form."""
-    l, m = np.random.default_rng(2).normal(size=(2, V))
-    np.testing.assert_allclose(expected_gradient("k2", l, m), reverse_kl(l, m)[1], atol=1e-6)
-    np.testing.assert_allclose(expected_gradient("k3", l, m), np.exp(log_softmax(l)) - np.exp(log_softmax(m)), atol=1e-6)
-    np.testing.assert_allclose(expected_gradient("k1", l, m), 0, atol=1e-6)
+    x, y = np.random.default_rng(2).normal(size=(2, V))
+    np.testing.assert_allclose(expected_gradient("k2", x, y), reverse_kl(x, y)[1], atol=1e-6)
+    np.testing.assert_allclose(
+        expected_gradient("k3", x, y), np.exp(log_softmax(x)) - np.exp(log_softmax(y)), atol=1e-6
+    )
+    np.testing.assert_allclose(expected_gradient("k1", x, y), 0, atol=1e-6)
 
 
 def test_the_advantage_is_added_to_that_of_rewards():
