@@ -188,6 +188,15 @@ def base() -> ConfigDict:
     config.reference.kl_weight = 0.0  # weight of the KL to it, 0: no reference policy
     config.reference.estimator = "k3"  # estimator of the KL in the loss: "k1", "k2" or "k3"
     config.reference.place = "loss"  # or "reward": subtract the KL (k1) from every token's reward, ppo only
+    # On-policy distillation: a frozen model whose distribution the policy learns, by the reverse KL(π_θ ‖ teacher) of
+    # the tokens that the policy samples. `rewards` may then be empty.
+    config.teacher = ConfigDict()
+    config.teacher.folder = ""  # Hugging Face folder of any size and family, with the policy's tokenizer. Empty: none
+    config.teacher.dtype = ""  # of its weights, as adapter.base_dtype. Empty: model.dtype
+    config.teacher.weight = 1.0  # weight of the KL, in nats per token, beside the advantages or in the loss
+    # "advantage": −KL (k1) of each sampled token is added to its advantage. "k2", "k3": an estimate from the sampled
+    # tokens in the loss. "full": the exact KL over the vocabulary in the loss.
+    config.teacher.form = "advantage"
     config.critic = ConfigDict()  # ppo only
     config.critic.trunk = "own"  # a copy of the initial policy's trunk. "policy": a value head on the policy's
     config.critic.optimizer = adamw(learning_rate=1e-5, schedule="constant", warmup_updates=10)
@@ -408,6 +417,9 @@ RANGES = {
     "reference.kl_weight": NOT_NEGATIVE,
     "reference.estimator": _one_of("k1", "k2", "k3"),
     "reference.place": _one_of("loss", "reward"),
+    "teacher.dtype": _one_of("float32", "bfloat16", "int8", "", note=" for model.dtype"),
+    "teacher.weight": POSITIVE,
+    "teacher.form": _one_of("advantage", "k2", "k3", "full"),
     "critic.trunk": _one_of("own", "policy"),
     "training.minibatches": COUNT,
     "training.row_tokens": COUNT,

@@ -107,6 +107,8 @@ class OldPolicy:
     """The critic's estimate before each token; None without a critic."""
     routes: RouterRecord | None = None
     """The trainer's, following the sampler's under r3; None unless recomputed."""
+    teacher_logprobs: Float[Array, "*B T"] | None = None
+    """log π_T; None without a teacher, or if it is compared over the whole vocabulary."""
 
 
 @struct.dataclass

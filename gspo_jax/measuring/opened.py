@@ -19,7 +19,7 @@ from gspo_jax.rewards.batches import BatchScorer
 from gspo_jax.rewards.replies import Replies
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rollout.episodes import Player
-from gspo_jax.setup import data, inputs, players, policy
+from gspo_jax.setup import data, inputs, players, policy, teacher
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.training.checkpoint import load_newest
@@ -71,6 +71,7 @@ class OpenPolicy:
         """Return the engine with its weights, the newest or initial train state, and the state's name."""
         config, made, folder = self.config, self.engine, self.folder
         mesh = made.meshes.trainer
+        teacher.check_tokens(config, self.tokenizer)
         reference, restored = policy.reference_params(config, folder, made.policy, mesh), None
         if self.files is not None:
             where = self.files.checkpoints
@@ -81,7 +82,8 @@ class OpenPolicy:
         else:
             weights = made.load(folder)
             state, frozen, name = made.begin(weights), weights.frozen, "the first policy"
-        return dataclasses.replace(made, frozen=frozen, reference=reference), state, name
+        taught_by = None if made.teacher is None else made.teacher.load(mesh)
+        return dataclasses.replace(made, frozen=frozen, reference=reference, teacher_params=taught_by), state, name
 
     def prompts(self) -> Batches[Prompts]:
         """Return endless batches of training prompts."""

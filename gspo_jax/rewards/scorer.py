@@ -95,7 +95,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         """Look up the functions, and start workers and sandboxes if needed.
 
         Args:
-          functions: name -> weight; a score with weight 0 is only recorded.
+          functions: name -> weight; a score with weight 0 is only recorded. Without any, all rewards are 0.
           own: name -> reference (references.py) of further functions; `rewards.own_process` isolates one.
           timeout_s: seconds per call of an isolated function, or for a program's tests.
           workers: number of worker processes, and of sandboxes.
@@ -107,10 +107,11 @@ class Scorer(AbstractContextManager["Scorer"]):
           environment: names of environment variables that worker processes see.
 
         Raises:
-          UserError: a function is missing or unknown, a number is out of range, or there is no sandbox.
+          UserError: a function is unknown, a number is out of range, or there is no sandbox.
           BadReference: a reference of `own` leads to no function.
         """
-        check_weights("reward", functions)
+        if functions:
+            check_weights("reward", functions)
         if workers < 1 or not 0 < timeout_s < math.inf:
             raise UserError(
                 f"scoring.workers is {workers} and scoring.timeout_s {timeout_s}; both must be above 0, and finite"

@@ -50,8 +50,12 @@ class Evaluations:
 
     def due(self, done: int) -> bool:
         """Return True if any evaluation is due after `done` iterations."""
-        every = [self.config.eval.every, *(self.config.benchmarks[label].every for label in self.benchmarks)]
-        return any(self._is_due(each, done) for each in every)
+        every = (self.config.benchmarks[label].every for label in self.benchmarks)
+        return self._judges(done) or any(self._is_due(each, done) for each in every)
+
+    def _judges(self, done: int) -> bool:
+        """Return True if held-out prompts are due, and a reward decides which responses to them are correct."""
+        return bool(self.config.eval.correct) and self._is_due(self.config.eval.every, done)
 
     def _is_due(self, every: int, done: int) -> bool:
         return done % every == 0 or done == self.config.iterations
@@ -64,7 +68,7 @@ class Evaluations:
         phases.poll()
         quality, mesh = None, self.engine.meshes.trainer
         self.engine.sampler.load(weights)
-        if self._is_due(self.config.eval.every, done):
+        if self._judges(done):
             scorer = BatchScorer(self.scorer, self.tokenizer.decode, mesh, steps=self.steps)
             result = held_out.evaluate(
                 self.player,

@@ -129,7 +129,8 @@ class RunLog:
     def advance(self, batch: Batch, metrics: list[Metrics], *, tokens_per_s: float) -> None:
         """End an iteration on the progress bar."""
         self.progress.advance(
-            reward=float(np.nanmean(batch.rewards.total)),
+            reward=float(np.nanmean(batch.rewards.total)) if batch.rewards.by_name else None,
+            teacher_kl=float(metrics[-1]["teacher/kl"]) if "teacher/kl" in metrics[-1] else None,
             clip_fraction=float(metrics[-1]["clip_fraction/sequence"]),
             flip_rate=metrics[-1].get("routing/flip_rate"),
             tokens_per_s=tokens_per_s,
@@ -149,7 +150,9 @@ class RunLog:
             self.progress.say(f"  reward {total[i]:.4g}  {batch.texts[i]!r} -> {shortened!r}")
 
     def summary(self, title: str) -> dict[str, dict[str, float]]:
-        """Print and return the first and last evaluation."""
+        """Print and return the first and last evaluation, if there is any."""
+        if not self.evaluations:
+            return {}
         (_, first), (_, last) = self.evaluations[0], self.evaluations[-1]
         rows = [{"": name, "first": first.get(name), "last": last.get(name)} for name in first | last]
         self.progress.table(rows, title=title)
@@ -161,11 +164,11 @@ class RunLog:
             self._warned.add(about or text)
             self.progress.say(f"warning: {text}")
 
-    def guard_config(self, objective: Objective, *, group_size: int) -> None:
-        """Warn of settings that prevent learning or clipping."""
+    def guard_config(self, objective: Objective, *, group_size: int, taught: bool) -> None:
+        """Warn of settings that prevent learning or clipping. `taught`: there is a teacher."""
         if text := clip_range_warning(objective):
             self.warn(text)
-        if group_size == 1 and objective.critic is None:
+        if group_size == 1 and objective.critic is None and not taught:
             self.warn(
                 "sampling.group_size is 1: advantages compare a response with its group, so all are exactly 0 and "
                 "nothing is learned; use 2 or more, or ppo, which has a critic"
@@ -266,11 +269,13 @@ def iteration_metrics(clock: Clock, engine: Engine, batch: Batch, rounds: Rounds
 def response_columns(batch: Batch, shaping: Shaping, *, turns: bool, older: bool) -> dict[str, np.ndarray]:
     """Return per-response values [B] on the host. Names "reward/…" are also metric names."""
     rewards = batch.rewards
-    columns = {"reward/mean": rewards.total} | {f"reward/{name}": x for name, x in rewards.by_name.items()}
+    columns = {f"reward/{name}": x for name, x in rewards.by_name.items()}
     if shaping.penalty:
         columns["reward/overlong"] = shaping.overlong(batch)
     G = shaping.group_size
-    columns["reward/zero_std"] = np.repeat(~differ(rewards.total, group_size=G), G).astype(np.float32)
+    if rewards.by_name:
+        columns["reward/mean"] = rewards.total
+        columns["reward/zero_std"] = np.repeat(~differ(rewards.total, group_size=G), G).astype(np.float32)
     return columns | {
         "length": batch.lengths,
         "truncated": batch.truncated,

@@ -21,7 +21,7 @@ from gspo_jax.run import log as log_lib
 from gspo_jax.run.evaluations import Evaluations
 from gspo_jax.run.phases import open_phases
 from gspo_jax.run.session import Run
-from gspo_jax.setup import data, learning, players, policy
+from gspo_jax.setup import data, learning, players, policy, teacher
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.training.checkpoint import Checkpointer, steps
@@ -79,6 +79,7 @@ def open_run(
             phases.enter("start")
             files.share()
             model, tokenizer = policy.read_folder(config, folder)
+        teacher.check_tokens(config, tokenizer)
         stop, memory = players.stop_rule_of(config, tokenizer), hosts.memory_of(meshes.sampler)
         made = engine.build(config, model, meshes, stop, memory=memory)
         made.sampler.poll, scorer.interrupted = phases.poll, phases.noticed
@@ -112,7 +113,8 @@ def open_run(
         for text in log_lib.opening_lines(files.name, **began, extensible=not learning.falling(config)):
             log.progress.say(text)
         log.note_start(files.local, origin=start.origin, changes=start.changes, said=start.said)
-        log.guard_config(made.objective, group_size=config.sampling.group_size)
+        taught = made.teacher is not None
+        log.guard_config(made.objective, group_size=config.sampling.group_size, taught=taught)
         for text in start.changed:
             log.warn(text)
         if player.history is not None:
@@ -123,7 +125,9 @@ def open_run(
         buffer = players.make_buffer(config, player, start.boundary.unfinished)
         run = Run(
             config=config,
-            engine=dataclasses.replace(made, frozen=start.frozen, reference=start.reference),
+            engine=dataclasses.replace(
+                made, frozen=start.frozen, reference=start.reference, teacher_params=start.teacher
+            ),
             tokenizer=tokenizer,
             base=start.base,
             inputs=start.inputs,

@@ -35,7 +35,7 @@ from gspo_jax.training.digest import digest_tree
 from gspo_jax.types import Prompts
 from gspo_jax.versions import versions
 
-_REFERENCE = "the weights of the reference policy"
+_REFERENCE, _TEACHER = "the weights of the reference policy", "the weights of the teacher"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,8 @@ class Start:
     """Digest of the frozen weights."""
     reference: nnx.State | None
     """Reference policy's parameters. None without a KL."""
+    teacher: nnx.State | None
+    """Teacher's parameters, if any."""
     inputs: Mapping[str, str]
     """Digests kept in checkpoints, by name in messages."""
     changed: list[str]
@@ -86,11 +88,14 @@ def start(
     Raises:
       UserError: config, data, files or weights differ from the checkpoint, or all checkpoints are damaged or lost.
     """
-    read = inputs.of_run(config, folder)
+    read = inputs.of_run(config, folder) | inputs.of_teacher(config)
     restored = _restore(config, engine, files, prompts, read, asked=asked, start_over=start_over)
     reference = policy.reference_params(config, folder, engine.policy, engine.meshes.trainer)
     if reference is not None:
         read[_REFERENCE] = digest_tree(reference)
+    teacher = None if engine.teacher is None else engine.teacher.load(engine.meshes.trainer)
+    if teacher is not None:
+        read[_TEACHER] = digest_tree(teacher)
     if restored is None:
         origin = None
         if source is None:
@@ -107,6 +112,7 @@ def start(
             frozen=frozen,
             base=digest_tree(frozen) if jax.tree.leaves(frozen) else None,
             reference=reference,
+            teacher=teacher,
             inputs=read,
             changed=[],
             arrays={},
@@ -133,6 +139,7 @@ def start(
         frozen=engine.policy.frozen(folder, engine.meshes.trainer, run=run),
         base=run.get("base"),
         reference=reference,
+        teacher=teacher,
         inputs=read,
         changed=changed_since(run, inputs=read, measured_on=measured_on, versions=versions()),
         arrays=restored.arrays,
@@ -191,7 +198,7 @@ def check_folder(config: ConfigDict, files: RunFolder) -> None:
 
 def _without_weights(read: Mapping[str, str]) -> dict[str, str]:
     """Return digests known before weights are loaded. Differing weights are reported leaf by leaf."""
-    return {name: one for name, one in read.items() if name not in (_REFERENCE, inputs.SHAPE)}
+    return {name: one for name, one in read.items() if name not in (_REFERENCE, _TEACHER, inputs.SHAPE)}
 
 
 def _check_inputs(saved: Mapping[str, str], here: Mapping[str, str], workdir: str) -> None:

@@ -20,7 +20,7 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import Objective
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rewards import environments, scorer, steps
-from gspo_jax.setup import data, functions, inputs, learning, meshes, players, policy
+from gspo_jax.setup import data, functions, inputs, learning, meshes, players, policy, teacher
 from gspo_jax.setup.fields import at, check_fields
 from gspo_jax.training import shaping
 from gspo_jax.training.state import make_optimizer
@@ -45,6 +45,7 @@ def check(config: ConfigDict, *, count_devices: Callable[[], int] | None = None)
     check_positions(config, model)
     _check_adapters_of(config, model)
     sizes = dict(config.mesh)
+    teacher.read_model(config, sizes)
     if -1 not in sizes.values():
         if count_devices is not None:
             mesh_lib.mesh_sizes(sizes, count_devices())
@@ -80,6 +81,10 @@ def check_elsewhere(config: ConfigDict, *, devices: int) -> list[str]:
     sizes: dict[str, int] = dict(config.mesh)
     if devices:
         sizes = dict(zip(mesh_lib.AXES, mesh_lib.mesh_sizes(sizes, devices), strict=True))
+    if not config.teacher.folder or Path(config.teacher.folder).is_dir():
+        teacher.read_model(config, sizes)
+    else:
+        left.append(f"the teacher in {config.teacher.folder}")
     if -1 in sizes.values():
         left.append("the mesh, which takes the remaining devices")
     else:
@@ -109,7 +114,9 @@ def _check_settings(config: ConfigDict) -> None:
 
 
 def _check_places(config: ConfigDict) -> None:
-    places = inputs.places(config) | {f"{section}.folder": config[section].folder for section in ("model", "adapter")}
+    places = inputs.places(config) | {
+        f"{section}.folder": config[section].folder for section in ("model", "adapter", "teacher")
+    }
     places |= {f"benchmarks.{name}.data": section.data for name, section in config.benchmarks.items()}
     for name, place in places.items():
         foreign.check_name(place, f"--config.{name}")
@@ -136,9 +143,10 @@ def _check_choices(config: ConfigDict) -> None:
 
 def _check_rewards(config: ConfigDict) -> None:
     if not config.rewards:
-        raise UserError("the config has no rewards; name at least one with its weight, such as exact_answer: 1.0")
+        _check_no_rewards(config)
     own = functions.own(config)
-    _check_correct("eval.correct", config.eval.correct, config, own)
+    if config.rewards:
+        _check_correct("eval.correct", config.eval.correct, config, own)
     for name, source in config.data.sources.items():
         own_rewards = source.rewards or tuple(config.rewards)
         for reward in own_rewards:
@@ -188,6 +196,25 @@ def _check_correct(field: str, name: str, config: ConfigDict, own: Mapping[str, 
         raise UserError(
             f"{field} is {name!r}, which gives scores between wrong and correct; use a reward of verdicts, 0 or 1 (a "
             "weight of 0 only logs it), or leave it empty for mean rewards in place of an accuracy"
+        )
+
+
+def _check_no_rewards(config: ConfigDict) -> None:
+    """Raise a UserError unless a teacher stands in for rewards, and nothing else needs them."""
+    if not config.teacher.folder:
+        raise UserError(
+            "the config has no rewards; name at least one with its weight, such as exact_answer: 1.0, or a "
+            "teacher.folder to learn from alone"
+        )
+    if config.eval.correct:
+        raise UserError(
+            f"eval.correct is {config.eval.correct!r} and the config has no rewards; add it to them, with weight 0 if "
+            "the policy is to learn from its teacher alone, or leave it empty"
+        )
+    if config.sampling.rounds > 1:
+        raise UserError(
+            f"sampling.rounds is {config.sampling.rounds}, which replaces groups with equal rewards, and the config "
+            "has no rewards; use 1"
         )
 
 
@@ -242,6 +269,11 @@ def _check_learning(config: ConfigDict, objective: Objective) -> None:
         raise UserError(
             f"{objective.name} has one advantage per response, but step_rewards need one per token; use "
             "gspo_token, grpo, dapo, cispo, sapo or ppo, or remove step_rewards"
+        )
+    if config.teacher.folder and config.teacher.form == "advantage" and not objective.token_advantages:
+        raise UserError(
+            f"{objective.name} has one advantage per response, but teacher.form 'advantage' gives one per token; use "
+            "gspo_token, grpo, reinforce, dapo, cispo, sapo or ppo, or teacher.form 'k2', 'k3' or 'full'"
         )
     if reference.place == "reward" and objective.critic is None:
         raise UserError(f"reference.place is 'reward', which needs a critic; {objective.name} has none, use 'loss'")

@@ -25,6 +25,12 @@ def of_run(config: ConfigDict, folder: Path) -> dict[str, str]:
     return {name: one for name, one in (found | of_functions(config)).items() if one}
 
 
+def of_teacher(config: ConfigDict) -> dict[str, str]:
+    """Return the digest of the teacher's config.json, if there is a teacher, by name in messages."""
+    folder = config.teacher.folder
+    return {f"{CONFIG} of the teacher": file_digest(Path(folder) / CONFIG)} if folder else {}
+
+
 def of_functions(config: ConfigDict) -> dict[str, str]:
     """Return digests of user functions' source files, by function and file."""
     found: dict[str, str] = {}

@@ -116,6 +116,8 @@ def make_penalties(config: ConfigDict) -> Penalties:
     return Penalties(
         kl=reference.kl_weight if reference.place == "loss" else 0.0,
         kl_estimator=reference.estimator,
+        teacher=config.teacher.weight if config.teacher.folder else 0.0,
+        teacher_form=config.teacher.form,
         entropy=config.training.entropy_weight,
         balance=config.routing.balance_weight,
         router_z=config.routing.z_weight,

@@ -21,10 +21,13 @@ ExperienceFn = Callable[[Objective, Batch, Rewards], Batch]
 from."""
 
 
-def make_experience(*, group_size: int, correction: Correction | None, kl_in_reward: float) -> ExperienceFn:
+def make_experience(
+    *, group_size: int, correction: Correction | None, kl_in_reward: float, teacher: float = 0.0
+) -> ExperienceFn:
     """Build `experience(objective, batch, rewards)`, jitted.
 
     `kl_in_reward` is β of the k1 estimate of KL(old‖reference) subtracted from every token's reward; it needs a critic.
+    `teacher` is the weight of KL(old‖teacher) in every token's advantage, as in `add_teacher`.
     """
 
     @partial(jax.jit, static_argnums=0)
@@ -38,14 +41,15 @@ def make_experience(*, group_size: int, correction: Correction | None, kl_in_rew
             sampled = None
             if objective.turn_discount is not None:
                 sampled = collect(batch.rollout.action_mask, batch.packing, len(rewards.total))
-            advantages = group_advantages(objective, rewards, sampled, group_size=group_size)
-            return found | {"advantages": deal(advantages, batch.packing)}
+            advantages = deal(group_advantages(objective, rewards, sampled, group_size=group_size), batch.packing)
+            return found | {"advantages": add_teacher(advantages, old, mask, weight=teacher) if teacher else advantages}
         assert old.values is not None
         of_tokens = jax.vmap(partial(token_rewards, kl_in_reward=kl_in_reward))(own, old, mask)
         estimate = partial(gae, gamma=objective.critic.gamma, lam=objective.critic.lam)
         plain = jax.vmap(estimate)(of_tokens, old.values, mask)
         found["returns"] = jnp.where(mask, plain + old.values, 0)
-        return found | {"advantages": whitened(plain, mask) if objective.critic.whiten else plain}
+        advantages = whitened(plain, mask) if objective.critic.whiten else plain
+        return found | {"advantages": add_teacher(advantages, old, mask, weight=teacher) if teacher else advantages}
 
     def experience(objective: Objective, batch: Batch, rewards: Rewards) -> Batch:
         return dataclasses.replace(batch, **fields(objective, batch, rewards))
@@ -74,6 +78,23 @@ def group_advantages(
         return advantages
     each: tuple[Any, ...] = rewards.of_steps, rewards.steps
     return advantages[:, None] + group_steps(*each, group_size=group_size)
+
+
+def add_teacher(
+    advantages: Float[Array, "M Q"] | Float[Array, "M Q T"],
+    old: OldPolicy,
+    mask: Bool[Array, "M Q T"],
+    *,
+    weight: float,
+) -> Float[Array, "M Q T"]:
+    """Return Â_t − weight·(log π_old(y_t) − log π_T(y_t)): on-policy distillation by policy gradient.
+
+    In expectation over y_t the added part's gradient is −weight·∇KL(π_θ ‖ π_T) at each sampled prefix, the reverse KL
+    of MiniLLM (arXiv 2306.08543) and GKD (arXiv 2306.13649); what a token changes in later prefixes is left out.
+    """
+    assert old.teacher_logprobs is not None
+    apart = jax.vmap(partial(kl, estimator="k1"))(old.logprobs, old.teacher_logprobs, mask)
+    return (advantages if advantages.ndim == mask.ndim else advantages[..., None]) - weight * apart
 
 
 def token_rewards(

@@ -21,7 +21,7 @@ from gspo_jax.rollout.precision import Precision
 from gspo_jax.routing.replay import Replay
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.fields import at, names
-from gspo_jax.training.terms import KlEstimator
+from gspo_jax.training.terms import KlEstimator, TeacherForm
 
 TINY = str(Path(__file__).parents[2] / "configs/tiny.py")
 PLAIN, STEPS = (cli.load_config(TINY + arg).to_dict() for arg in ("", ":steps"))
@@ -148,6 +148,7 @@ def test_every_range_is_that_of_a_field():
         "sampling.cache_dtype": CacheDtype,
         "routing.replay": Replay,
         "reference.estimator": KlEstimator,
+        "teacher.form": TeacherForm,
     }.items(),
 )
 def test_a_text_has_the_choices_of_its_type(name, kind):
