@@ -1,5 +1,6 @@
 """HTTP servers on this machine that answer as they are told, and in every wrong way."""
 
+import copy
 import gzip
 import json
 import os
@@ -30,7 +31,7 @@ class Asked(BaseHTTPRequestHandler):
         self.body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         server: Any = self.server
         with server.lock:
-            server.asked.append(self)
+            server.asked.append(copy.copy(self))  # one object serves all requests of a connection
         with suppress(OSError):
             server.answer(self)
 
@@ -157,8 +158,8 @@ def endless_error(asked: Asked) -> None:
 
 
 def bomb(asked: Asked) -> None:
-    """Send 64 MB in as many kilobytes."""
-    asked.reply(gzip.compress(b" " * 64_000_000), content_encoding="gzip")
+    """Send 8 MB in as many kilobytes."""
+    asked.reply(gzip.compress(b" " * 8_000_000), content_encoding="gzip")
 
 
 def deep(asked: Asked) -> None:

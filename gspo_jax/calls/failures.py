@@ -33,11 +33,14 @@ class CallFailed(Exception):
         """
         super().__init__(cause)
         self.retry, self.after_s, self.detail = retry, after_s, detail
+        self.status: int | None = None
 
     @classmethod
     def of_status(cls, status: int, *, after_s: float | None = None, detail: str = "") -> "CallFailed":
         """Return the failure of a call that was answered with an HTTP status; some pass."""
-        return cls(f"HTTP status {status}", retry=status in _PASSING, after_s=after_s, detail=detail)
+        failure = cls(f"HTTP status {status}", retry=status in _PASSING, after_s=after_s, detail=detail)
+        failure.status = status
+        return failure
 
 
 def is_failure(error: BaseException) -> bool:

@@ -19,7 +19,7 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import Objective
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rewards import environments, scorer, steps
-from gspo_jax.setup import data, functions, inputs, learning, meshes, players, policy
+from gspo_jax.setup import data, functions, inputs, learning, meshes, players, policy, servers
 from gspo_jax.setup.fields import at, check_fields
 from gspo_jax.training import shaping
 from gspo_jax.training.state import make_optimizer
@@ -108,6 +108,7 @@ def _check_settings(config: ConfigDict) -> None:
 
 def _check_places(config: ConfigDict) -> None:
     places = inputs.places(config) | {f"{section}.folder": config[section].folder for section in ("model", "adapter")}
+    places |= {name: at(config, name) for name in servers.FILES}
     places |= {f"benchmarks.{name}.data": section.data for name, section in config.benchmarks.items()}
     for name, place in places.items():
         foreign.check_name(place, f"--config.{name}")
@@ -149,6 +150,7 @@ def _check_rewards(config: ConfigDict) -> None:
                 f"data.sources.{name} is judged by {correct!r}, which does not score it; set its `correct` to one of "
                 f"{', '.join(own_rewards)}"
             )
+    servers.check(config)
     own = functions.own(config)
     _, _, programs = scorer.find(config.rewards, own)
     if (programs or config.environment.name in environments.SANDBOXED) and not config.scoring.unsafe:
