@@ -24,6 +24,7 @@ class Asked(BaseHTTPRequestHandler):
     """A request: `path`, `headers`, and the JSON of its body."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     body: Any
 
     def do_POST(self) -> None:
