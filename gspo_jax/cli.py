@@ -24,7 +24,7 @@ from ml_collections import ConfigDict, config_flags
 from gspo_jax import commands, exits, foreign, references, shell, signals
 from gspo_jax.config import benchmark
 from gspo_jax.config_files import config_flag, last_given, load_config
-from gspo_jax.errors import Diverged, UserError, fault
+from gspo_jax.errors import Diverged, ScoringFailed, UserError, fault
 from gspo_jax.folder import storage
 from gspo_jax.parallel import compilation, processes
 from gspo_jax.setup import same
@@ -260,6 +260,9 @@ def _guarded(step: Callable[[], Any]) -> Any:
     except Diverged as error:
         signals.say(f"error: {error}")
         sys.exit(exits.DIVERGED)
+    except ScoringFailed as error:
+        signals.say(f"error: {error}")
+        sys.exit(exits.UNSCORED)
     except Exception as error:
         says = fault(error, _workdir())
         if says is None:

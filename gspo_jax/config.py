@@ -146,6 +146,16 @@ def base() -> ConfigDict:
     config.scoring.unsafe = False  # run model-written programs without a sandbox, with this account's rights
     # Worker processes per process of the run. None: its share of the host's cores.
     config.scoring.workers = placeholder(int)
+    # Environment variables that worker processes see, e.g. ("JUDGE_KEY",). Their values stay out of logs and folders.
+    config.scoring.environment = ()
+    # Rewards and environments of your own, and judges: calls in flight of each, per process of the run.
+    config.scoring.concurrency = 64
+    # Tokens in flight of each, taking four bytes of a prompt and response for one. None: no limit.
+    config.scoring.tokens_in_flight = placeholder(int)
+    config.scoring.deadline_s = 45.0  # seconds of a call, with all its attempts
+    config.scoring.tries = 4  # attempts of a call, after failures that pass: resets, timeouts, HTTP 429 and 5xx
+    # Share of a batch's responses that a reward may leave without a score. With more, and at least 8, the run ends.
+    config.scoring.most_failed = 0.5
 
     # The reward `judge`: a language model behind a server of the OpenAI chat completions protocol.
     config.judge = ConfigDict()
@@ -390,6 +400,11 @@ RANGES = {
     "environment.turns": COUNT,
     "scoring.timeout_s": POSITIVE,
     "scoring.workers": HOST_LIMIT,
+    "scoring.concurrency": COUNT,
+    "scoring.tokens_in_flight": COUNT,
+    "scoring.deadline_s": POSITIVE,
+    "scoring.tries": COUNT,
+    "scoring.most_failed": FRACTION,
     "judge.low": FINITE,
     "judge.high": FINITE,
     "judge.samples": COUNT,

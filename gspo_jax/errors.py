@@ -36,6 +36,10 @@ class Diverged(RuntimeError):
     """Non-finite gradients or parameters. Starting again would end the same way."""
 
 
+class ScoringFailed(RuntimeError):
+    """Rewards or an environment failed for good. The run goes on from its newest checkpoint once they are mended."""
+
+
 def choices(name: str, known: Iterable[str]) -> str:
     """Return a message's end about an unknown `name`: the closest of `known`, if any, then all."""
     names = list(known)

@@ -15,7 +15,9 @@ DIVERGED = 5
 """Non-finite gradients or parameters."""
 TAKEN = 6
 """Another run has taken the run folder."""
-FINAL = (MISTAKE, DIVERGED, TAKEN)
+UNSCORED = 7
+"""Rewards or an environment failed for good: a server is dead, or a function raises."""
+FINAL = (MISTAKE, DIVERGED, TAKEN, UNSCORED)
 """Codes that make a restart pointless."""
 SIGNALLED = 128
 """Added to the number of a signal that ended a command unsaved, as in shells."""

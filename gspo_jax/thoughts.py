@@ -27,7 +27,6 @@ MARKS = frozenset(text for pair in PAIRS for mark in pair for text in (mark, *re
 """All marks and their parts. Some may be a tokenizer's special tokens: gpt-oss has `<|channel|>`."""
 
 _CLOSING_OF = dict(PAIRS)
-_OPENINGS = tuple(_CLOSING_OF)
 _MARK = re.compile("|".join(re.escape(mark) for pair in PAIRS for mark in pair))
 _FORMAT = re.compile(r" ?<\|constrain\|>\w{1,20}(?=<\|message\|>)")  # in gpt-oss's final channel
 _BEGINNINGS = "<", "[", "◁", "Here "
@@ -44,24 +43,46 @@ def answer_part(prompt: str, completion: str) -> str | None:
     closing mark. Text before a closing mark is a thought in any case. Without marks the whole completion is the answer.
     Quoted marks, as in a program that splits a text at "</think>", do not count.
     """
-    asked = prompt[-_PROMPT_END:].rstrip()
-    opened = asked.endswith(_OPENINGS)
-    if not opened and not any(beginning in completion for beginning in _BEGINNINGS):
+    if not Scan(prompt, "").open and not any(beginning in completion for beginning in _BEGINNINGS):
         return completion
     completion = _FORMAT.sub("", completion)
-    left_open, begin = {closing for opening, closing in PAIRS if asked.endswith(opening)}, 0
-    for found in _MARK.finditer(completion):
-        closing = _CLOSING_OF.get(found[0])
-        if _is_quoted(completion, found) if closing is None else _is_mentioned(completion, found):
-            continue
-        if closing is None and found[0][0].isalpha() and found[0] not in left_open:
-            continue
-        if closing is None:
-            left_open.discard(found[0])
-            begin = found.end()
-        else:
-            left_open.add(closing)
-    return None if left_open else completion[begin:]
+    scan = Scan(prompt, completion)
+    scan.read(0, len(completion))
+    return None if scan.open else completion[scan.begin :]
+
+
+class Scan:
+    """Thoughts in the parts of a completion that have been read.
+
+    `begin`: end of the last mark, where an answer begins. `unopened`: end of the last closing mark without an opening
+    one, before which all is a thought.
+    """
+
+    def __init__(self, prompt: str, completion: str) -> None:
+        asked = prompt[-_PROMPT_END:].rstrip()
+        self._completion = completion
+        self._left_open = {closing for opening, closing in PAIRS if asked.endswith(opening)}
+        self.begin = self.unopened = 0
+
+    @property
+    def open(self) -> bool:
+        return bool(self._left_open)
+
+    def read(self, start: int, end: int) -> None:
+        """Read the next part, from `start` to `end`. Marks between two parts do not count."""
+        for found in _MARK.finditer(self._completion, start, end):
+            closing = _CLOSING_OF.get(found[0])
+            if (_is_quoted if closing is None else _is_mentioned)(self._completion, found):
+                continue
+            if closing is not None:
+                self._left_open.add(closing)
+                continue
+            if found[0] not in self._left_open:
+                if found[0][0].isalpha():
+                    continue
+                self.unopened = found.end()
+            self._left_open.discard(found[0])
+            self.begin = found.end()
 
 
 def _is_quoted(text: str, mark: re.Match[str]) -> bool:

@@ -163,6 +163,8 @@ class Rewards:
     """Score of each reward function, mean per step for step-reward functions; NaN without a score."""
     without_worker: Bool[np.ndarray, " B"] | None = None
     """True for responses scored without a worker process; None if no function is isolated."""
+    failed: dict[str, Bool[np.ndarray, " B"]] = dataclasses.field(default_factory=dict)
+    """True where a reward function was asked and has no score."""
     of_steps: Float[np.ndarray, "*B T"] | None = None
     """Weighted reward of a step at its last token, 0 elsewhere."""
     steps: Bool[np.ndarray, "*B T"] | None = None

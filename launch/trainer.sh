@@ -10,7 +10,7 @@ presses=0
 # is_final CODE: succeeds if starting the run again would end in the same way (gspo_jax/exits.py).
 is_final() {
   case $1 in
-    2 | 5 | 6) ;; # wrong input, diverged, folder taken by another run
+    2 | 5 | 6 | 7) ;; # wrong input, diverged, folder taken by another run, rewards that fail for good
     *) return 1 ;;
   esac
 }

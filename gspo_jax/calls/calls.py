@@ -17,16 +17,16 @@ import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from gspo_jax.calls import failures
 from gspo_jax.calls.failures import CallFailed
+from gspo_jax.calls.outcomes import Outcome
 from gspo_jax.secrets import redacted
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 20.0
 """Seconds before the second attempt, doubled with each; and the most, also of those that a server asks for."""
 _BEAT_S = 0.5
-Value = TypeVar("Value", covariant=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,22 +42,6 @@ class Limits:
     tries: int = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Result(Generic[Value]):
-    """What became of a call: a value, or None and the reason."""
-
-    value: Value | None
-    cause: str | None = None
-    """A few words, the same for all failures of a kind; None if there is a value."""
-    error: str | None = None
-    """A sentence, or the traceback if the function raised."""
-    raised: bool = False
-    """True if the function made a mistake, such as a KeyError; False for a failure of its call."""
-    waited_s: float = 0.0
-    """Seconds until its first attempt."""
-    retries: int = 0
-
-
 class Calls(AbstractContextManager["Calls"]):
     """Makes calls within limits, and takes none more once as many as may be in flight have failed in a row."""
 
@@ -70,12 +54,12 @@ class Calls(AbstractContextManager["Calls"]):
         self._failed_in_a_row, self._last_cause = 0, ""
         self._closed = False
 
-    def submit(self, function: Callable[..., Any], *arguments: Any, tokens: int = 0) -> Future[Result[Any]]:
-        """Call a function or coroutine function, and return a future that never raises.
+    def submit(self, function: Callable[..., Any], *arguments: Any, tokens: int = 0) -> Future[Outcome[Any]]:
+        """Call a function or coroutine function, and return a future of its outcome, which never raises.
 
         `tokens` are those that the call takes of `Limits.tokens`.
         """
-        future = Future[Result[Any]]()
+        future = Future[Outcome[Any]]()
         self._loop.call_soon_threadsafe(self._start, function, arguments, tokens, time.monotonic(), future)
         return future
 
@@ -103,28 +87,28 @@ class Calls(AbstractContextManager["Calls"]):
     ) -> None:
         try:
             async with self._room.taken(tokens):
-                waited_s = time.monotonic() - asked
-                result = dataclasses.replace(await self._attempts(function, arguments), waited_s=waited_s)
+                queued_s = time.monotonic() - asked
+                result = dataclasses.replace(await self._attempts(function, arguments), queued_s=queued_s)
         except asyncio.CancelledError:
-            result = Result(None, "the calls were closed", "the calls were closed")
+            result = Outcome(None, "the calls were closed")
         if not future.cancelled():
             future.set_result(result)
 
-    async def _attempts(self, function: Callable[..., Any], arguments: Any) -> Result[Any]:
+    async def _attempts(self, function: Callable[..., Any], arguments: Any) -> Outcome[Any]:
         if self._closed or self._failed_in_a_row >= self.limits.concurrency:
             cause = self._last_cause
-            return Result(None, cause, f"not called, as the last {self._failed_in_a_row} calls failed: {cause}")
+            return Outcome(None, f"not called, as the last {self._failed_in_a_row} calls failed: {cause}", cause=cause)
         ends = time.monotonic() + self.limits.deadline_s
         for retries in itertools.count():
             try:
                 value = await self._within(ends - time.monotonic(), function, arguments)
                 self._failed_in_a_row = 0
-                return Result(value, retries=retries)
+                return Outcome(value, retries=retries)
             except asyncio.CancelledError:
                 raise
             except BaseException as error:
                 if not failures.is_failure(error):
-                    return Result(None, failures.cause_of(error), _trace(error), raised=True)
+                    return Outcome(None, _trace(error), raised=True, cause=failures.cause_of(error))
                 wait_s = self._wait_s(error, retries)
                 if wait_s is None or time.monotonic() + wait_s >= ends:
                     return self._failed(error, retries)
@@ -140,10 +124,10 @@ class Calls(AbstractContextManager["Calls"]):
             return asked_s if asked_s <= LONGEST_WAIT_S else None
         return min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**retries) * random.uniform(0.5, 1)
 
-    def _failed(self, error: BaseException, retries: int) -> Result[Any]:
+    def _failed(self, error: BaseException, retries: int) -> Outcome[Any]:
         cause = failures.cause_of(error)
         self._failed_in_a_row, self._last_cause = self._failed_in_a_row + 1, cause
-        return Result(None, cause, cause + (f", {retries + 1} times" if retries else ""), retries=retries)
+        return Outcome(None, cause + (f", {retries + 1} times" if retries else ""), cause=cause, retries=retries)
 
     async def _within(self, seconds: float, function: Callable[..., Any], arguments: Any) -> Any:
         """Return what the function returns. One that does not heed its end is left behind."""
@@ -281,7 +265,7 @@ class _Threads:
 def _not_stop(error: BaseException) -> BaseException:
     """Return the error, in place of one that asyncio treats in ways of its own."""
     if isinstance(error, StopIteration | asyncio.CancelledError | KeyboardInterrupt | SystemExit):
-        return RuntimeError(f"raised {type(error).__name__}({error})")
+        return RuntimeError(f"raised {type(error).__name__}({error})").with_traceback(error.__traceback__)
     return error
 
 

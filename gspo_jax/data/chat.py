@@ -1,7 +1,7 @@
 """Rendering of untrusted chat templates.
 
-A separate process (templates.py) renders them, with limits on time, memory and length. Tools and documents are
-unsupported: templates see them as absent.
+A separate process (templates.py) renders them, with limits on time, memory and length. Documents are unsupported:
+templates see them as absent.
 """
 
 import datetime
@@ -13,8 +13,14 @@ from gspo_jax import limited
 from gspo_jax.data.templates import REMEDY
 from gspo_jax.errors import UserError
 
-Message = Mapping[str, str]
-"""One turn of a conversation: `role` and `content`."""
+Message = Mapping[str, Any]
+"""One turn of a conversation: texts `role` and `content`.
+
+An assistant's may also have `reasoning_content`, and `tool_calls`, a list of {"type": "function", "function": {"name",
+"arguments"}}, whose arguments are an object; a tool's, `tool_call_id` and `name`.
+"""
+ToolSchemas = Sequence[Mapping[str, Any]]
+"""Tools in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
 _QUESTION = "What is 47 + 28?\n\n```python\nprint('<b>é 日本</b>')\n```\n" * 16
 _ASKED, _ANSWERED = {"role": "user", "content": _QUESTION}, {"role": "assistant", "content": "<think>\nHm.\n</think>75"}
@@ -43,16 +49,33 @@ class Template:
         self._source, self._digest = source, hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
         self._clock = clock.isoformat()
 
-    def render(self, conversations: Sequence[Sequence[Mapping[str, Any]]], **variables: Any) -> list[str | Rejected]:
+    def render(
+        self,
+        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        *,
+        tools: Sequence[ToolSchemas | None] | None = None,
+        **variables: Any,
+    ) -> list[str | Rejected]:
         """Render conversations as prompt texts, with a Rejected for each that the template rejects or fails on.
+
+        Args:
+          tools: of each conversation. None: no tools.
+          variables: of all conversations.
 
         Raises:
           UserError: the template is invalid, or takes or writes too much.
         """
         texts: list[str | Rejected] = []
+        tools = [None] * len(conversations) if tools is None else tools
         for start in range(0, len(conversations), _AT_ONCE):
             given = [[dict(m) for m in messages] for messages in conversations[start : start + _AT_ONCE]]
-            found = self._ask({"conversations": given, "variables": variables})
+            found = self._ask(
+                {
+                    "conversations": given,
+                    "tools": [own or None for own in tools[start : start + _AT_ONCE]],
+                    "variables": variables,
+                }
+            )
             texts += [
                 reply["text"] if "text" in reply else Rejected(f"the chat template {reply['rejected']}")
                 for reply in found

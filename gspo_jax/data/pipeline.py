@@ -19,7 +19,7 @@ import numpy as np
 from absl import logging
 from jaxtyping import Bool, Int
 
-from gspo_jax.data.chat import Message
+from gspo_jax.data.chat import Message, ToolSchemas
 from gspo_jax.data.contents import FieldDigests, changes
 from gspo_jax.data.records import VERBATIM, CorruptRecord, Part, Record, Records
 from gspo_jax.data.tokenizer import GUARD, Tokenizer
@@ -58,6 +58,8 @@ class PromptStyle:
     """System prompt for conversations without their own."""
     shots: tuple[Message, ...] = ()
     """Worked examples, after the system prompt."""
+    tools: ToolSchemas = ()
+    """Tools of prompts without their own."""
 
 
 PLAIN = PromptStyle()
@@ -82,19 +84,19 @@ def prompt_text(record: Record, tokenizer: Tokenizer, style: PromptStyle = PLAIN
 
     Special tokens are guarded (`Tokenizer.guard`), except in a VERBATIM question.
     """
-    return tokenizer.chat(_guarded(record, tokenizer, style))
+    return tokenizer.chat(_guarded(record, tokenizer, style), tools=tools_of(record, tokenizer, style))
 
 
 def _guarded(record: Record, tokenizer: Tokenizer, style: PromptStyle) -> list[Message]:
     turns = conversation(record, style)
     own = turns.pop() if record.get(VERBATIM) else None
-    guarded = [guard(turn, tokenizer) for turn in turns]
+    guarded = [tokenizer.guarded(turn) for turn in turns]
     return guarded if own is None else [*guarded, own]
 
 
-def guard(turn: Message, tokenizer: Tokenizer) -> Message:
-    """Guard the special tokens in a turn."""
-    return {name: said if name == "role" else tokenizer.guard(said, turn["role"]) for name, said in turn.items()}
+def tools_of(record: Record, tokenizer: Tokenizer, style: PromptStyle) -> ToolSchemas:
+    """Return a prompt's tools, guarded."""
+    return tokenizer.guarded_json(record.get("tools") or style.tools)
 
 
 class Batches(Generic[_Batch]):
@@ -354,7 +356,8 @@ def _defective(defect: Defects, records: list[Record]) -> list[_Problem | None]:
 
 
 def _encode_prompts(records: list[Record], tokenizer: Tokenizer, style: PromptStyle) -> list[list[int] | _Problem]:
-    texts = tokenizer.chat_all([_guarded(record, tokenizer, style) for record in records])
+    tools = [tools_of(record, tokenizer, style) for record in records]
+    texts = tokenizer.chat_all([_guarded(record, tokenizer, style) for record in records], tools=tools)
     ids = iter(tokenizer.encode_batch([text for text in texts if isinstance(text, str)]))
     return [
         next(ids) if isinstance(text, str) else _Problem("rejected by the chat template", str(text)) for text in texts

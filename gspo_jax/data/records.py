@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, overload
 Record = dict[str, Any]
 """One problem: texts `id`, `question`, `answer`, `worked`, `instruction`, and fields for rewards.
 
-With `messages`, a list of {role, content}, that conversation is the prompt and `question` its last user turn. `system`
-is the record's own system prompt.
+With `messages`, a list of turns (`chat.Message`), that conversation is the prompt and `question` its last user turn.
+`system` is the record's own system prompt, `tools` its own tools in OpenAI's form.
 """
 VERBATIM = "verbatim_prompt"
 """Record field: True if special tokens written in the question are encoded as such, not as text."""

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,14 @@ from gspo_jax.data.files import Defect, Row, read
 from gspo_jax.data.records import VERBATIM, Part, Record, Records
 from gspo_jax.data.written import number_text
 from gspo_jax.errors import UserError
+from gspo_jax.tool_calls import Tools
 
 PROMPTS = "question", "prompt", "messages"
 """Prompt fields. A row has one of them unless `Source.prompt` names its field."""
-ROLES = "system", "user", "assistant"
+ROLES = "system", "user", "assistant", "tool"
 _OWN = "id", "worked", "instruction", "system"
+_TOOLS = "tools"
+"""Optional field with a list of tools, or its JSON text."""
 """Optional fields, unless `data.prompt` or `data.answer` names them."""
 SOURCE = "data_source"
 """Record field with the source's name, if it has one. Replaces a row's own."""
@@ -130,8 +133,8 @@ def conversations(place: str, *, prompt: str = "", answer: str = "answer", limit
     return Records(place, rows, where=places.__getitem__, left_out=seen.counts)
 
 
-def parse_messages(value: Any) -> list[dict[str, str]]:
-    """Return a row's messages, or raise Defect."""
+def parse_messages(value: Any) -> list[dict[str, Any]]:
+    """Return a row's messages, with objects as arguments of tool calls, or raise Defect."""
     if not isinstance(value, list):
         raise Defect("messages are not a list")
     if not value:
@@ -144,6 +147,9 @@ def parse_messages(value: Any) -> list[dict[str, str]]:
         raise Defect("system message is not the first")
     if "user" not in roles:
         raise Defect("no user's turn")
+    for before, turn in zip([None, *turns], turns, strict=False):
+        if turn["role"] == "tool" and not (before and (before["role"] == "tool" or "tool_calls" in before)):
+            raise Defect("tool's reply without a call before it")
     return turns
 
 
@@ -190,6 +196,7 @@ def _record(row: dict[str, Any], *, prompt: str, answer: str) -> Record:
     record |= _prompt(row, prompt)
     if "messages" in record and record["messages"][-1]["role"] == "assistant":
         raise Defect("messages end with the assistant's turn")
+    record = {key: value for key, value in record.items() if key != _TOOLS} | _tools(row, named)
     if answer:
         record["answer"] = answer_text(row, answer)
     else:
@@ -219,7 +226,7 @@ def _conversation(row: dict[str, Any], *, prompt: str, answer: str) -> Record:
         turns = parse_messages([*turns, *more])
         if turns[-1]["role"] != "assistant":
             raise Defect(f"{said} does not end with the assistant's turn")
-    return {"question": asked["question"], "messages": turns, "instruction": ""}
+    return {"question": asked["question"], "messages": turns, "instruction": ""} | _tools(row, {prompt, answer})
 
 
 def _given(row: Mapping[str, Any]) -> str:
@@ -256,22 +263,66 @@ def _prompt(row: Mapping[str, Any], name: str) -> Record:
     return {"question": [turn["content"] for turn in turns if turn["role"] == "user"][-1], "messages": turns}
 
 
-def _message(turn: Any) -> dict[str, str]:
+def _message(turn: Any) -> dict[str, Any]:
     if not isinstance(turn, dict):
         raise Defect("message is not an object")
-    if turn.get("tool_calls"):
-        raise Defect("message with tool calls")
-    for name in ("role", "content"):
-        if name not in turn:
-            raise Defect(f"message without {name}")
-    if not isinstance(turn["role"], str):
+    if "role" not in turn:
+        raise Defect("message without role")
+    role, content = turn["role"], turn.get("content")
+    if not isinstance(role, str):
         raise Defect("role is not a text")
-    if turn["role"] not in ROLES:
-        raise Defect("role is not system, user or assistant")
-    kept = {"role": turn["role"], "content": _text(turn["content"], "content")}
+    if role not in ROLES:
+        raise Defect("role is not system, user, assistant or tool")
+    calls = turn.get("tool_calls") or []
+    if calls and role != "assistant":
+        raise Defect(f"tool calls of the {role}")
+    if content is None and not calls:
+        raise Defect("message without content")
+    may_be_empty = bool(calls) or role == "tool"
+    kept = {"role": role, "content": "" if may_be_empty and not content else _text(content, "content")}
     if not _is_empty(turn.get("reasoning_content", "")):
         kept["reasoning_content"] = _text(turn["reasoning_content"], "reasoning_content")
+    if calls:
+        if not isinstance(calls, list):
+            raise Defect("tool calls are not a list")
+        kept["tool_calls"] = [_call(call) for call in calls]
+    if role == "tool":
+        kept |= {name: _text(turn[name], name) for name in ("tool_call_id", "name") if turn.get(name)}
     return kept
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """Return a call in OpenAI's form, but with an object as arguments, from that or without `function` around it."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise Defect("tool call is not an object")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise Defect("arguments of a tool call are a text that is not JSON") from None
+    if not isinstance(arguments, dict):
+        raise Defect("arguments of a tool call are not an object")
+    named = {"id": _text(call["id"], "id of a tool call")} if call.get("id") else {}
+    function = {"name": text_field(function, "name"), "arguments": arguments}
+    return named | {"type": "function", "function": function}
+
+
+def _tools(row: Mapping[str, Any], named: Collection[str]) -> Record:
+    """Return a row's tools, if any, unless the field has another role."""
+    tools = row.get(_TOOLS)
+    if tools is None or _TOOLS in named:
+        return {}
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools or "[]")
+        except (ValueError, RecursionError):
+            raise Defect("tools are a text that is not JSON") from None
+    try:
+        return {_TOOLS: Tools(tools).schemas} if tools else {}
+    except UserError as error:
+        raise Defect("malformed tools", str(error)) from error
 
 
 def _is_empty(value: Any) -> bool:

@@ -5,13 +5,14 @@ demonstration with its own prompt, as the sampler will see it.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from absl import logging
 
 from gspo_jax.data.chat import Message, Rejected
 from gspo_jax.data.files import Defect
-from gspo_jax.data.pipeline import PromptStyle, conversation, guard, prompt_text
+from gspo_jax.data.pipeline import PromptStyle, conversation, prompt_text, tools_of
 from gspo_jax.data.records import Record, Records
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import UserError
@@ -20,8 +21,8 @@ from gspo_jax.errors import UserError
 def assistant_turns(source: Sequence[Record], tokenizer: Tokenizer, style: PromptStyle) -> Records:
     """Return a record per assistant turn: the `messages` before it, and in `worked` what the assistant writes.
 
-    `worked` is the chat template's text from the prompt to the end-of-turn token, including marks such as an empty
-    thought. Special tokens in contents are guarded (`Tokenizer.guard`).
+    `worked` is the chat template's text from the prompt to the end-of-turn token, including tool calls, and marks such
+    as an empty thought. Special tokens in contents are guarded (`Tokenizer.guard`).
 
     Raises:
       UserError: no turn can be learned.
@@ -58,12 +59,12 @@ def _written(before: Record, message: Message, tokenizer: Tokenizer, style: Prom
     if not before["messages"] or before["messages"][-1]["role"] == "assistant":
         raise Defect("assistant's turn without a user's before it")
     ends = tokenizer.ends()
-    if any(end in text for end in ends for text in message.values()):
+    if any(end in text for end in ends for text in _texts(message)):
         raise Defect("token that ends a turn inside one")
     try:
         prompt = prompt_text(before, tokenizer, style)
-        turns = [guard(turn, tokenizer) for turn in (*conversation(before, style), message)]
-        whole = tokenizer.chat(turns, add_generation_prompt=False)
+        turns = [tokenizer.guarded(turn) for turn in (*conversation(before, style), message)]
+        whole = tokenizer.chat(turns, add_generation_prompt=False, tools=tools_of(before, tokenizer, style))
     except Rejected as error:
         raise Defect("rejected by the chat template") from error
     if not whole.startswith(prompt):
@@ -74,3 +75,11 @@ def _written(before: Record, message: Message, tokenizer: Tokenizer, style: Prom
     if not written.strip():
         raise Defect("left out by the chat template")
     return written
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for inner in (*value, *value.values()) if isinstance(value, Mapping) else value:
+            yield from _texts(inner)

@@ -59,7 +59,7 @@ _sources: dict[str, str] = {}
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """Render a template, given by digest, for each of `conversations`.
+    """Render a template, given by digest, for each of `conversations`, with each one's `tools` or None.
 
     Returns:
       `found`, a `text` or why it is `rejected` for each conversation, `unknown` if the template's `source` is needed
@@ -78,7 +78,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:  # such as a RecursionError for a deep expression
         return {"wrong": f"cannot be compiled ({limited.quoted(error)}); {REMEDY}"}
     try:
-        return {"found": [_rendered(template, turns, question["variables"]) for turns in question["conversations"]]}
+        given = zip(question["conversations"], question["tools"], strict=True)
+        return {"found": [_rendered(template, turns, tools, question["variables"]) for turns, tools in given]}
     except _TooLong as error:
         return {"wrong": str(error)}
 
@@ -87,9 +88,9 @@ class _TooLong(Exception):
     """A template writes too much."""
 
 
-def _rendered(template: jinja2.Template, messages: list[Any], variables: dict[str, Any]) -> dict[str, str]:
+def _rendered(template: jinja2.Template, messages: list[Any], tools: Any, variables: dict[str, Any]) -> dict[str, str]:
     try:
-        text = template.render(messages=messages, tools=None, documents=None, **variables)
+        text = template.render(messages=messages, tools=tools, documents=None, **variables)
         text.encode()  # a template can write a lone surrogate
     except MemoryError:
         raise
@@ -97,7 +98,7 @@ def _rendered(template: jinja2.Template, messages: list[Any], variables: dict[st
         return {"rejected": f"rejected the conversation: {limited.quoted(error)}"}
     except Exception as error:  # templates can raise anything: {{ 1/0 }}
         return {"rejected": f"failed on the conversation ({type(error).__name__}: {limited.quoted(error)}); {REMEDY}"}
-    given = len(json.dumps(messages, ensure_ascii=False))
+    given = len(json.dumps([messages, *(tools or ())], ensure_ascii=False)) - len("[]")
     if len(text) > (most := LIMIT_CHARACTERS + LIMIT_TIMES * given):
         raise _TooLong(f"turns a conversation of {given} characters into more than {most}; {REMEDY}")
     return {"text": text}

@@ -1,6 +1,7 @@
 """Text encoding and decoding.
 
-Prompts are never cut, and the pipeline pads. `guard` keeps contents from passing as the chat template's special tokens.
+Prompts are never cut, and the pipeline pads. `guard` keeps contents from passing as the chat template's special tokens,
+and a tool's from passing as any added token.
 """
 
 import contextlib
@@ -17,11 +18,11 @@ import tokenizers
 from absl import logging
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from gspo_jax import foreign, thoughts
+from gspo_jax import foreign, thoughts, tool_calls
 from gspo_jax.data import added_tokens, chat
 from gspo_jax.data import backend as backends
 from gspo_jax.data.added_tokens import SETTINGS, text_of
-from gspo_jax.data.chat import Message, Rejected
+from gspo_jax.data.chat import Message, Rejected, ToolSchemas
 from gspo_jax.data.templates import CLOCK
 from gspo_jax.errors import UserError
 from gspo_jax.models.config_json import CONFIG, read_if_any, token_id, token_ids
@@ -46,6 +47,10 @@ _ALIAS = "\ufdd1%d\ufdd2"
 """Alias of a special token in guarded text, by id."""
 _NO_CHARACTERS = re.compile("[\ufdd0-\ufdd2]")
 _SAID = "\N{OBJECT REPLACEMENT CHARACTER}"
+_ARGUMENT = "said in a call"
+_CONTENTS = "content", "reasoning_content"
+_NO_TOOLS = "the chat template writes no tools; use a model whose own does, or give its folder a chat_template.jinja"
+_MARKS = thoughts.MARKS | tool_calls.MARKS
 
 _GENERATION = "generation_config.json"
 
@@ -81,7 +86,7 @@ class Tokenizer:
         self.pad_id = pad_id
         self._backend = backend
         added = backend.get_added_tokens_decoder()
-        self._unsaid = {i for i, token in added.items() if token.special and token.content not in thoughts.MARKS}
+        self._unsaid = {i for i, token in added.items() if token.special and token.content not in _MARKS}
         self._settings = settings
         self._variables = dict(variables or {})
         source = settings.get("chat_template")
@@ -94,7 +99,7 @@ class Tokenizer:
         self.behind = self._written_behind()
         self.eos_ids = self._with_end_of_turn(eos_ids)
         special = {token.content for token in self._special_tokens().values()}
-        self._special, self._not_thoughts = _any_of(special), _any_of(special - thoughts.MARKS)
+        self._special, self._unsaid_marks = _any_of(special), _any_of(special - _MARKS)
 
     @classmethod
     def load(cls, folder: str | Path, *, clock: str = CLOCK, **variables: Any) -> "Tokenizer":
@@ -193,35 +198,56 @@ class Tokenizer:
     def guard(self, content: str, role: str = "user") -> str:
         """Mark special tokens in `content` as plain text for `encode`.
 
-        Exceptions are added tokens that are not special, such as Qwen3's `<think>`, and thought marks that the
-        assistant says.
+        Exceptions are added tokens that are not special, such as Qwen3's `<think>`, and marks of thoughts and calls
+        that the assistant says. In what a tool says no added token counts, not even one that begins or ends in the
+        template's text.
         """
-        guarded = self._not_thoughts if role == "assistant" else self._special
-        content = _NO_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", content)
-        while guarded.search(content):  # tokens may overlap
-            content = guarded.sub(lambda found: f"{found[0][0]}{GUARD}{found[0][1:]}", content)
-        return content
+        if role != "tool":
+            return _marked(content, self._unsaid_marks if role == "assistant" else self._special)
+        content = _marked(content, self._added)
+        said = content.strip()  # as templates strip it
+        return content.replace(said, f"{GUARD}{said}{GUARD}", 1) if said else content
+
+    def guarded(self, message: Message) -> Message:
+        """Return a turn with guarded contents. In all but these, such as arguments of calls, no added token counts."""
+        role = message["role"]
+        said = {name: self.guard(message[name], role) for name in _CONTENTS if name in message}
+        return self.guarded_json({name: value for name, value in message.items() if name not in said}) | said
+
+    def guarded_json(self, value: Any) -> Any:
+        """Return a JSON value, such as a list of tools, in whose texts no added token counts."""
+        if isinstance(value, str):
+            return _marked(value, self._added)
+        if isinstance(value, Mapping):
+            return {self.guarded_json(name): self.guarded_json(inner) for name, inner in value.items()}
+        return [self.guarded_json(inner) for inner in value] if isinstance(value, list | tuple) else value
 
     def _encode_guarded(self, text: str) -> list[int]:
         """Encode a guarded text in one piece, as each piece would count as a text's beginning."""
-        backend, of_alias = self._apart
-        text = self._special.sub(lambda found: _ALIAS % self._backend.token_to_id(found[0]), text).replace(GUARD, "")
+        backend, added, of_alias = self._apart
+        text = added.sub(lambda found: _ALIAS % self._backend.token_to_id(found[0]), text).replace(GUARD, "")
         with backends.panics_told():
             found = backend.encode(text, add_special_tokens=False).ids
         return [of_alias.get(i, i) for i in found]
 
     @functools.cached_property
-    def _apart(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
-        """Return a tokenizer that reads special tokens as text and aliases as tokens, and the id of each alias."""
-        backend, ids = tokenizers.Tokenizer.from_str(self._backend.to_str()), {}
-        for index, token in self._special_tokens().items():
+    def _apart(self) -> tuple[tokenizers.Tokenizer, re.Pattern[str], dict[int, int]]:
+        """Return a tokenizer that reads added tokens as text and aliases as tokens, their pattern, and aliases' ids."""
+        backend, ids, patterns = tokenizers.Tokenizer.from_str(self._backend.to_str()), {}, []
+        added = self._backend.get_added_tokens_decoder().items()
+        for index, token in sorted(added, key=lambda each: len(each[1].content), reverse=True):
+            if len(token.content) < 2:
+                continue
             backend.add_special_tokens([tokenizers.AddedToken(token.content, normalized=token.normalized)])
             flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "normalized": False}
             backend.add_tokens([tokenizers.AddedToken(_ALIAS % index, **flags)])
             ids[_ALIAS % index] = index
+            text = re.escape(token.content)
+            patterns.append(rf"(?<!\w){text}(?!\w)" if token.single_word else text)
         backend.encode_special_tokens = True
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        return backend, {vocabulary[alias]: index for alias, index in ids.items()}
+        of_alias = {vocabulary[alias]: index for alias, index in ids.items()}
+        return backend, re.compile("|".join(patterns) or r"(?!)"), of_alias
 
     def _special_tokens(self) -> dict[int, tokenizers.AddedToken]:
         added = self._backend.get_added_tokens_decoder()
@@ -236,22 +262,75 @@ class Tokenizer:
         with backends.panics_told():
             return self._backend.decode(said, skip_special_tokens=False)
 
-    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    def chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, *, tools: ToolSchemas | None = None
+    ) -> str:
         """Apply the chat template, or concatenate the contents if there is none."""
-        (text,) = self.chat_all([messages], add_generation_prompt)
+        (text,) = self.chat_all([messages], add_generation_prompt, tools=[tools])
         if isinstance(text, Rejected):
             raise text
         return text
 
     def chat_all(
-        self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = True
+        self,
+        conversations: Sequence[Sequence[Message]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[ToolSchemas | None] | None = None,
     ) -> list[str | Rejected]:
-        """Return `chat` of each conversation, or its Rejected."""
+        """Return `chat` of each conversation, with its tools if given, or its Rejected.
+
+        Raises:
+          UserError: tools are given, and the chat template writes none.
+        """
+        if any(tools or ()) and not self.takes_tools:
+            raise UserError(_NO_TOOLS)
         if self._template is None:
-            return ["".join(message["content"] for message in messages) for messages in conversations]
+            return [_joined(messages) for messages in conversations]
         if self._in_parts:
             conversations = [[chat.in_parts(message) for message in messages] for messages in conversations]
-        return self._template.render(conversations, **self._given(add_generation_prompt))
+        texts = self._template.render(conversations, tools=tools, **self._given(add_generation_prompt))
+        lost = Rejected("the chat template leaves out tool calls; use a model whose own writes them")
+        return [
+            lost if isinstance(text, str) and any("tool_calls" in m for m in turns) and not self._writes_calls else text
+            for text, turns in zip(texts, conversations, strict=True)
+        ]
+
+    @functools.cached_property
+    def takes_tools(self) -> bool:
+        """True if the chat template writes the tools that it is given."""
+        return self._is_trial_written([{"role": "user", "content": "?"}], tool_calls.TRIAL_TOOLS)
+
+    @functools.cached_property
+    def _writes_calls(self) -> bool:
+        return self._is_trial_written([{"role": "user", "content": "?"}, tool_calls.TRIAL_CALL], None)
+
+    def _is_trial_written(self, turns: Sequence[Message], tools: ToolSchemas | None) -> bool:
+        if self._template is None:
+            return False
+        turns = [chat.in_parts(turn) for turn in turns] if self._in_parts else turns
+        (text,) = self._template.render([turns], tools=[tools], **self._given(add_generation_prompt=False))
+        return isinstance(text, str) and tool_calls.TRIAL_NAME in text
+
+    def tool_format(self, chosen: str = "") -> str:
+        """Return the format in which the chat template writes calls, one of `tool_calls.FORMATS`, unless `chosen`.
+
+        Raises:
+          UserError: it is none of these.
+        """
+        if chosen:
+            return chosen
+        tools = tool_calls.TRIAL_TOOLS if self.takes_tools else None
+        turns = [{"role": "user", "content": _SAID}, tool_calls.TRIAL_CALL]
+        (text,) = self.chat_all([turns], add_generation_prompt=False, tools=[tools])
+        found = None if isinstance(text, Rejected) else tool_calls.format_of(text.rpartition(_SAID)[2])
+        if found is None:
+            formats = ", ".join(tool_calls.FORMATS)
+            raise UserError(
+                f"the chat template writes tool calls in none of the formats {formats}; if the model writes them in "
+                "one, set environment.tool_format to it"
+            )
+        return found
 
     def _given(self, add_generation_prompt: bool) -> dict[str, Any]:
         tokens = {key: text_of(value) for key, value in self._settings.items() if key.endswith("_token")}
@@ -260,12 +339,82 @@ class Tokenizer:
 
     def user_turn(self, content: str) -> str:
         """Return the text between an assistant's EOS and its next turn if the user says `content`."""
-        turns = (("user", "?"), ("assistant", _SAID), ("user", content))
-        behind = self.chat([{"role": role, "content": said} for role, said in turns]).partition(_SAID)[2]
-        closed = self._added.match(behind.lstrip())
-        if closed and self._backend.token_to_id(closed[0]) in self.eos_ids:
-            return behind.lstrip()[closed.end() :]
-        return behind.removeprefix(self.behind.rstrip())
+        return self.turns([{"role": "user", "content": content}])
+
+    def turns(self, messages: Sequence[Message], *, ended: int | None = None, tools: ToolSchemas | None = None) -> str:
+        """Return the text between the token that ends an assistant's turn and its next turn if others say `messages`.
+
+        It is what the chat template writes behind a turn: the assistant's, with a call for each tool's reply.
+
+        Args:
+          messages: of a user or of tools, guarded.
+          ended: id of the token that ended the turn. If it is no EOS token, the text closes the turn first. Some
+            templates close no turn, and the token that opens the next one ends it, such as GLM's `<|observation|>`: it
+            is part of the text unless it ended the turn. None: whichever the template writes.
+          tools: as in the prompt.
+
+        Raises:
+          UserError: the template rejects the messages, omits one, or writes an answered turn in another way.
+        """
+        if self._template is None:
+            return "".join(message["content"] for message in messages)
+        replied = _with_ids(messages)
+        calls = [_call_of(message) for message in replied if message["role"] == "tool"]
+        behind = None
+        if calls:
+            calls[-1]["function"]["arguments"] = {"text": _ARGUMENT}
+            said = {"role": "assistant", "content": "", "tool_calls": calls}
+            with contextlib.suppress(Rejected):  # it may take replies alone
+                behind = self._behind(said, _ARGUMENT, replied, tools)
+        if behind is None:
+            behind = self._behind({"role": "assistant", "content": _SAID}, _SAID, replied, tools)
+        if behind is None:
+            raise UserError("the chat template leaves out what the assistant says; correct it, or use the model's own")
+        alone, answered = behind
+        end = self._eos.search(alone)
+        own = alone.rstrip() if end is None else alone[: end.start()]
+        if not answered.startswith(own + ("" if end is None else end[0])):
+            roles = " and ".join(dict.fromkeys(message["role"] for message in messages))
+            raise UserError(f"the chat template writes a turn in another way once a {roles} answers it; correct it")
+        text = answered[len(own) :]
+        for message in messages:
+            if not _is_written(message["content"], text):
+                raise UserError(
+                    f"the chat template leaves out what a {message['role']} says; correct it, or use the model's own"
+                )
+        opened = self._eos.match(text.lstrip())
+        if opened is None:
+            return text
+        index = self._backend.token_to_id(opened[0])
+        is_end = end is not None or index == self._end_id
+        is_said = ended is None or (ended in self.eos_ids if is_end else ended == index)
+        return text.lstrip()[opened.end() :] if is_said else text
+
+    def reply(
+        self, messages: Sequence[Message], *, ended: int | None = None, tools: ToolSchemas | None = None
+    ) -> list[int]:
+        """Return the tokens of `turns`, from messages as they are. No added token in them counts.
+
+        The text is read together with the token that ended the turn, so it does not count as a text's beginning.
+        """
+        guarded = [self.guarded(message) | {"content": self.guard(message["content"], "tool")} for message in messages]
+        text = self.turns(guarded, ended=ended, tools=None if tools is None else self.guarded_json(tools))
+        before = self.eos_ids[0] if ended is None else int(ended)
+        found = self._encode_guarded(self.decode([before], skip_special=False) + text)
+        return found[1:] if found[:1] == [before] else self._encode_guarded(text)
+
+    def _behind(
+        self, said: Message, mark: str, replies: Sequence[Message], tools: ToolSchemas | None
+    ) -> tuple[str, str] | None:
+        """Return the text behind `mark` in a turn of the assistant, at the end and with replies, None if it is lost."""
+        turns = [{"role": "user", "content": "?"}, said]
+        alone = self.chat(turns, add_generation_prompt=False, tools=tools).partition(mark)
+        answered = self.chat([*turns, *replies], tools=tools).partition(mark)
+        return (alone[2], answered[2]) if alone[1] and answered[1] else None
+
+    @functools.cached_property
+    def _eos(self) -> re.Pattern[str]:
+        return _any_of(self.ends())
 
     def _wants_parts(self) -> bool:
         """Return True if the chat template needs contents as lists of parts."""
@@ -317,7 +466,7 @@ class Tokenizer:
     def _with_end_of_turn(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
         written = self.behind.strip() or self._written_between().strip()
         found = self._added.match(written)
-        end = None if found is None else self._backend.token_to_id(found[0])
+        self._end_id = end = None if found is None else self._backend.token_to_id(found[0])
         if end is None:
             if written:
                 usual = self.decode(eos_ids[:1], skip_special=False)
@@ -392,6 +541,39 @@ def _template_source(folder: Path, setting: Any) -> str | None:
     if "default" not in named:
         raise UserError(f"{folder} has the chat templates {', '.join(named)} but no 'default'; add chat_template.jinja")
     return named["default"]
+
+
+def _joined(messages: Sequence[Message]) -> str | Rejected:
+    if any(message.get("tool_calls") for message in messages):
+        return Rejected("there is no chat template, which tool calls need; use a model that has one")
+    return "".join(message["content"] for message in messages)
+
+
+def _with_ids(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose tools' replies name their calls, as some templates need."""
+    named = {"tool_call_id": "call{:05d}", "name": "tool"}
+    return [
+        {name: text.format(number) for name, text in named.items()} | message if message["role"] == "tool" else message
+        for number, message in enumerate(messages)
+    ]
+
+
+def _call_of(reply: Message) -> dict[str, Any]:
+    function = {"name": reply["name"], "arguments": {}}
+    return {"id": reply["tool_call_id"], "type": "function", "function": function}
+
+
+def _is_written(content: str, text: str) -> bool:
+    said = content.strip()
+    return said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text
+
+
+def _marked(content: str, tokens: re.Pattern[str]) -> str:
+    """Mark tokens in a text as plain text by GUARD."""
+    content = _NO_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", content)
+    while tokens.search(content):  # they may overlap
+        content = tokens.sub(lambda found: f"{found[0][0]}{GUARD}{found[0][1:]}", content)
+    return content
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

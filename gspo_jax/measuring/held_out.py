@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from gspo_jax.data.pipeline import EvalBatches
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.errors import ScoringFailed
 from gspo_jax.folder.samples import Sample, make_samples
 from gspo_jax.parallel import hosts
 from gspo_jax.rewards.batches import BatchScorer
@@ -81,7 +82,7 @@ def evaluate(
       tokenizer: decodes the examples.
 
     Raises:
-      RuntimeError: no response could be scored.
+      ScoringFailed: no response could be scored.
     """
     columns: list[tuple[np.ndarray, ...]] = []
     scores, examples, wanted = dict[str, list[np.ndarray]](), list[Sample](), -(-EXAMPLES // len(batches))
@@ -98,7 +99,7 @@ def evaluate(
         examples += _examples(played, rewards, k * _spread(wanted, prompts.valid.sum()), tokenizer)
     verdicts, totals, lengths, truncated = map(np.concatenate, zip(*columns, strict=True))
     if not np.isfinite(verdicts).any():
-        raise RuntimeError(
+        raise ScoringFailed(
             f"none of the {verdicts.size} held-out responses could be scored; check the reward functions that decide "
             "correctness, eval.correct"
         )

@@ -115,12 +115,16 @@ def open_policy(
         replies = stack.enter_context(players.make_replies(config))
         stop, memory = players.stop_rule_of(config, tokenizer), hosts.memory_of(meshes.sampler)
         made = engine.build(config, model, meshes, stop, memory=memory, trains=trains)
+        player = players.make_player(config, tokenizer, made.sampler, replies)
+        scored = BatchScorer(scorer, tokenizer.decode, meshes.trainer, steps=data.make_step_scorer(config))
+        if scorer.asks_ahead:
+            player.heard = scored.ahead
         yield OpenPolicy(
             config=config,
             files=files,
             model=model,
             tokenizer=tokenizer,
             engine=made,
-            player=players.make_player(config, tokenizer, made.sampler, replies),
-            scorer=BatchScorer(scorer, tokenizer.decode, meshes.trainer, steps=data.make_step_scorer(config)),
+            player=player,
+            scorer=scored,
         )

@@ -27,6 +27,7 @@ from gspo_jax.data import benchmarks, contents, files
 from gspo_jax.data.pipeline import EvalBatches
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.errors import ScoringFailed
 from gspo_jax.folder import storage
 from gspo_jax.measuring.answers import Answers, Call
 from gspo_jax.measuring.opened import open_policy
@@ -65,7 +66,7 @@ def run(config: ConfigDict, workdir: str | Path, *, name: str, place: str, sampl
 
     Raises:
       UserError: the benchmark is unknown or unreadable, or does not fit the config.
-      RuntimeError: no response could be scored.
+      ScoringFailed: no response could be scored.
     """
     benchmark = Benchmark.read(config, name, place, samples=samples)
     config = benchmark.config
@@ -220,7 +221,7 @@ def summarize(
         )
     right, count = (np.array(column, int) for column in zip(*((r.sum(), len(r)) for _, r in judged), strict=True))
     if not count.any():
-        raise RuntimeError(f"none of the {len(rows)} responses could be scored; check the benchmark's records")
+        raise ScoringFailed(f"none of the {len(rows)} responses could be scored; check the benchmark's records")
     most = max(map(len, problems.values()))
     ks = sorted({most, *(2**i for i in range(most.bit_length()) if 2**i <= most)})
     with np.errstate(invalid="ignore"):

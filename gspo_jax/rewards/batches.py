@@ -5,8 +5,9 @@ collectives run in the main thread, in the same order in every process.
 """
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -38,11 +39,13 @@ class BatchScorer:
         """
         self.scorer, self._decode, self._mesh, self._steps = scorer, decode, mesh, steps
         self._scores = deque[Scores](maxlen=_KEPT)
+        self._waited_s = 0.0
 
     def begin(self, batch: Batch) -> Callable[[], Rewards]:
         """Start scoring a batch that is not packed yet, and return a function that waits for its rewards.
 
-        Every process calls that at the same point. It raises like `Scorer.score`. Known rewards are kept.
+        Every process calls that at the same point. It raises like `Scorer.score` and `Scorer.confirm`. Known rewards
+        are kept.
         """
         if (rewards := batch.rewards) is not None:
             return lambda: rewards
@@ -56,6 +59,7 @@ class BatchScorer:
             scores = self.scorer.score_here(texts, completions, records)
             self._scores.append(scores)
             found = {"total": scores.total, "by_name": scores.by_name, "without_worker": scores.without_worker}
+            found["failed"] = scores.failed
             if self._steps is not None:
                 seen = self._steps.score(texts, completions, records)
                 found["total"] = np.where(seen.failed, np.float32(np.nan), scores.total)
@@ -66,7 +70,20 @@ class BatchScorer:
             return found | {"learn": np.isfinite(found["total"])}
 
         scored = _in_thread(score)
-        return lambda: Rewards(**hosts.allgather_rows(mesh, unless_stopped(scored.result), B))
+
+        def wait() -> Rewards:
+            begun = time.monotonic()
+            own_rewards = unless_stopped(scored.result)
+            self._waited_s += time.monotonic() - begun
+            rewards = Rewards(**hosts.allgather_rows(mesh, own_rewards, B))
+            self.scorer.confirm(rewards.failed, rewards.by_name)
+            return rewards
+
+        return wait
+
+    def ahead(self, texts: Sequence[str], responses: Sequence[list[int]], records: Sequence[Any]) -> None:
+        """Begin to score this process's responses that have ended while others of their batch are being sampled."""
+        self.scorer.ahead(texts, [self._decode(tokens) for tokens in responses], records)
 
     @property
     def without_steps(self) -> "BatchScorer":
@@ -79,11 +96,14 @@ class BatchScorer:
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of scoring speed since the last call."""
-        scores = list(self._scores)
+        scores, waited_s = list(self._scores), self._waited_s
         self._scores.clear()
+        self._waited_s = 0.0
         if not scores:
             return {}
+        took_s = sum(each.until - each.since for each in scores)
         found = {"throughput/answers_per_s": sum(len(each.total) for each in scores) / sum(s.seconds for s in scores)}
+        found |= {"timing/scoring_s": took_s, "timing/scoring_hidden": max(0.0, 1 - waited_s / max(took_s, 1e-9))}
         if any(each.without_worker is not None for each in scores):
             queued = [wait for each in scores for wait in each.queued_s]
             found["timing/queue_s"] = sum(queued) / max(1, len(queued))

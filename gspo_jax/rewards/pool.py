@@ -17,10 +17,11 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import replace
+from typing import Any
 
 from gspo_jax import limited
+from gspo_jax.calls.outcomes import Outcome
 from gspo_jax.rewards import scores
 from gspo_jax.sandbox.box import deadline
 from gspo_jax.sandbox.crew import Crew
@@ -32,21 +33,6 @@ _MAX_TRIES = 2
 _MAX_REPLY_BYTES = 1 << 17
 """Most bytes read of a reply. The worker's own limit is half."""
 _PROGRAM = "gspo_jax.rewards.worker"
-
-
-Value = TypeVar("Value", covariant=True)
-
-
-@dataclass(frozen=True)
-class Outcome(Generic[Value]):
-    """Result of one call: a value, or None and the reason."""
-
-    value: Value | None
-    error: str | None = None
-    raised: bool = False
-    """True if the function itself raised. `error` is then its traceback."""
-    queued_s: float | None = None
-    """Seconds the call waited for a worker, None if none was called."""
 
 
 def to_outcome(returned: Any) -> Outcome[float]:
@@ -76,8 +62,10 @@ class Pool(Crew["_Worker"]):
 
     _CLOSED = "the reward pool was closed while it was scoring"
 
-    def __init__(self, *modules: str, workers: int, timeout_s: float) -> None:
+    def __init__(self, *modules: str, workers: int, timeout_s: float, environment: Sequence[str] = ()) -> None:
+        """Start the workers, which see the environment variables of these names."""
         self._modules, self._timeout_s = modules, timeout_s
+        self._variables = {name: os.environ[name] for name in environment if name in os.environ}
         self._home = tempfile.TemporaryDirectory(prefix="gspo_jax-rewards-", ignore_cleanup_errors=True)
         super().__init__(workers=workers)
 
@@ -121,16 +109,16 @@ class Pool(Crew["_Worker"]):
             self._idle.put(worker)
 
     def _new(self) -> "_Worker":
-        return _Worker(self._modules, self._timeout_s, self._home.name)
+        return _Worker(self._modules, self._timeout_s, self._variables | {"HOME": self._home.name})
 
 
 class _Worker:
-    def __init__(self, modules: Sequence[str], timeout_s: float, home: str) -> None:
+    def __init__(self, modules: Sequence[str], timeout_s: float, variables: dict[str, str]) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", _PROGRAM, str(timeout_s), *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=limited.environment(HOME=home),
+            env=limited.environment(**variables),
             start_new_session=True,  # only the trainer gets Ctrl-C; it closes its workers
         )
         self._modules, self._timeout_s = modules, timeout_s

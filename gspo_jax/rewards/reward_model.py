@@ -6,15 +6,13 @@ Each response is a request of its own: these servers batch what is in flight, an
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from typing import Any
 
-from gspo_jax.calls.calls import Calls, Result
 from gspo_jax.calls.failures import CallFailed
 from gspo_jax.errors import UserError, choices
 from gspo_jax.rewards import rubric
-from gspo_jax.rewards.served import CHARACTERS_PER_TOKEN, Endpoint, Row, Server
+from gspo_jax.rewards.served import Endpoint, Server
 from gspo_jax.thoughts import answer_part
 
 Turn = dict[str, Any]
@@ -76,12 +74,14 @@ class RewardModel:
           CallFailed: the server gives none.
           UserError: the template asks for a field that the record lacks.
         """
-        return await self._score(self._request(prompt, completion, record))
-
-    def ask(self, rows: Sequence[Row], calls: Calls) -> list[Future[Result[float]]]:
-        """Return a future score of each row."""
-        requests = [self._request(*row) for row in rows]
-        return [calls.submit(self._score, each, tokens=len(str(each)) // CHARACTERS_PER_TOKEN) for each in requests]
+        reply = await self._server.post(self._form.path, self._request(prompt, completion, record))
+        try:
+            score = float(self._form.read(reply))
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError):
+            raise CallFailed("the reward model's reply has no score of the form asked for") from None
+        if not math.isfinite(score):
+            raise CallFailed("the reward model's score is not finite")
+        return score
 
     def take_metrics(self) -> dict[str, float]:
         """Return requests, retries included, and tokens since the last call."""
@@ -94,16 +94,6 @@ class RewardModel:
             return self._form.of_text(self._template.fill({"prompt": prompt, "completion": answer}, record))
         assert self._form.of_turns is not None
         return self._form.of_turns([*_turns(prompt, record), {"role": "assistant", "content": answer}])
-
-    async def _score(self, request: dict[str, Any]) -> float:
-        reply = await self._server.post(self._form.path, request)
-        try:
-            score = float(self._form.read(reply))
-        except (KeyError, IndexError, TypeError, ValueError, OverflowError):
-            raise CallFailed("the reward model's reply has no score of the form asked for") from None
-        if not math.isfinite(score):
-            raise CallFailed("the reward model's score is not finite")
-        return score
 
 
 def _turns(prompt: str, record: dict[str, Any]) -> list[Turn]:

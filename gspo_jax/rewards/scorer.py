@@ -1,9 +1,11 @@
 """Weighted reward functions of batches of completions. A function may fail on single rows.
 
 Functions run in the scoring thread (functions.py), in killable workers if they may hang (isolated.py; certain.py skips
-calls), or ask a sandbox (code.py).
+calls), ask a sandbox (code.py), or wait for others (asking.py), as the user's own.
 """
 
+import collections
+import dataclasses
 import importlib
 import itertools
 import math
@@ -11,32 +13,37 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from absl import logging
 from jaxtyping import Bool, Float
 
 from gspo_jax import references, signals
-from gspo_jax.errors import StopRequested, UserError, choices
+from gspo_jax.calls import calls
+from gspo_jax.calls.calls import Calls, Limits
+from gspo_jax.calls.outcomes import Outcome, settled
+from gspo_jax.errors import ScoringFailed, StopRequested, UserError, choices
 from gspo_jax.parallel import hosts
 from gspo_jax.rewards import code, code_records, functions
+from gspo_jax.rewards.asking import Asker, Questions, Row
 from gspo_jax.rewards.certain import DECIDERS
-from gspo_jax.rewards.pool import Outcome, Pool, to_outcome
-from gspo_jax.rewards.scores import MOST
+from gspo_jax.rewards.pool import Pool, to_outcome
+from gspo_jax.rewards.scores import MOST, NONE
 from gspo_jax.sandbox import Request, Sandbox, Verdict
+from gspo_jax.secrets import redacted
 from gspo_jax.thoughts import answer_part
 
-Row = tuple[str, str, dict[str, Any]]
-"""(prompt, completion, record): the arguments of every reward function."""
 RewardFunction = Callable[[str, str, dict[str, Any]], float | None]
 _NOT_ASKED = Outcome[float](None)
 LOOK_S = 0.2
 """Seconds between checks for a stop request while workers score."""
 BAD_RECORDS = 8
 """Consecutive records on which a function that once worked may raise. With more, it is broken."""
+FEWEST_FAILURES = 8
+"""Failures of a batch that do not end the run, whatever their share."""
 Function = TypeVar("Function")
 Value = TypeVar("Value")
 
@@ -55,6 +62,12 @@ class Scores:
     """Seconds that each call waited for a worker or sandbox."""
     without_worker: Bool[np.ndarray, " B"] | None
     """True for rows that needed no worker or sandbox; None if no function needs one."""
+    failed: dict[str, Bool[np.ndarray, " B"]] = dataclasses.field(default_factory=dict)
+    """True where a function outside this thread was asked and has no score, unless it returned None."""
+    since: float = 0.0
+    """Time of the first question, by `time.monotonic`, perhaps asked ahead."""
+    until: float = 0.0
+    """Time of the last answer."""
 
 
 class Scorer(AbstractContextManager["Scorer"]):
@@ -74,6 +87,10 @@ class Scorer(AbstractContextManager["Scorer"]):
         workers: int = 1,
         unsafe: bool = False,
         scores: Callable[[str, dict[str, Any]], bool] = lambda name, record: True,
+        askers: Mapping[str, Callable[..., Any] | Asker] | None = None,
+        limits: Limits = Limits(),  # noqa: B008  frozen
+        most_failed: float = 1.0,
+        environment: Sequence[str] = (),
     ) -> None:
         """Look up the functions, and start workers and sandboxes if needed.
 
@@ -84,6 +101,10 @@ class Scorer(AbstractContextManager["Scorer"]):
           workers: number of worker processes, and of sandboxes.
           unsafe: run programs without a sandbox, with this account's rights.
           scores: (name, record) -> whether the function scores the record. If not, it adds 0 and its own score is NaN.
+          askers: further functions by name, made from a config, as a judge.
+          limits: of the calls of each function that waits for others.
+          most_failed: share of a batch's responses without a score by one function with which `confirm` ends the run.
+          environment: names of environment variables that worker processes see.
 
         Raises:
           UserError: a function is missing or unknown, a number is out of range, or there is no sandbox.
@@ -96,23 +117,39 @@ class Scorer(AbstractContextManager["Scorer"]):
             )
         self._weights, self._scores = dict(functions), scores
         self._watches = {name: BrokenWatch("reward", name) for name in functions}
-        self._functions, self._isolated, self._programs = find(functions, own or {})
-        self._timeout_s = timeout_s
+        self._functions, self._isolated, self._programs, waiting = find(functions, own or {}, askers or {})
+        self._questions = {name: Questions(function, Calls(limits)) for name, function in waiting.items()}
+        self._timeout_s, self._limits, self._most_failed = timeout_s, limits, most_failed
+        self._causes: dict[str, collections.Counter[str]] = {}
+        self._asked_since: float | None = None
         self._pool: Pool | None = None
         self._sandbox = Sandbox(workers=workers, unsafe=unsafe) if self._programs else None
         if self._isolated:
             modules = dict.fromkeys(reference.rpartition(":")[0] for reference in self._isolated.values())
-            self._pool = Pool(*modules, workers=workers, timeout_s=timeout_s)
+            self._pool = Pool(*modules, workers=workers, timeout_s=timeout_s, environment=environment)
         self._deciders = {name: DECIDERS.get(reference) for name, reference in self._isolated.items()}
         self._closed = False
         self.interrupted: Callable[[], bool] = lambda: False
         """Polled between calls. True ends the scoring."""
 
+    @property
+    def asks_ahead(self) -> bool:
+        """True if `ahead` has any effect."""
+        return any(questions.is_single for questions in self._questions.values())
+
+    def ahead(self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, Any]]) -> None:
+        """Begin calls for completions that will be scored later, as others are still being sampled."""
+        rows = zip_rows(prompts, completions, records)
+        for name, questions in self._questions.items():
+            if asked := [row for row in rows if self._scores(name, row[2])]:
+                self._asked_since = self._asked_since or time.monotonic()
+                questions.ahead(asked)
+
     def score(self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, Any]]) -> Scores:
         """Score B completions. Every process calls it, with its own completions.
 
         Raises:
-          RuntimeError: a function is broken (`BrokenWatch`); with its first traceback.
+          ScoringFailed: a function is broken (`BrokenWatch`); with its first traceback.
           StopRequested: the scoring was interrupted in any process.
         """
         return unless_stopped(lambda: self.score_here(prompts, completions, records))
@@ -127,6 +164,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         if self._closed:
             raise RuntimeError("the scorer is closed")
         begun = time.monotonic()
+        since, self._asked_since = self._asked_since or begun, None
         rows = zip_rows(prompts, completions, records)
         asked = {name: [self._scores(name, record) for record in records] for name in self._weights}
         outcomes = self.outcomes(rows, asked)
@@ -143,7 +181,11 @@ class Scorer(AbstractContextManager["Scorer"]):
                 if weight:  # 0 * NaN would spoil rows over a score that is only recorded
                     total += np.where(asked[name], np.float32(weight) * by_name[name], np.float32(0))
         total[~(np.abs(total) <= MOST)] = np.nan  # the weighted sum may exceed it
-        called = [[o.queued_s is not None for o in outcomes[name]] for name in (*self._isolated, *self._programs)]
+        elsewhere = (*self._isolated, *self._programs)
+        called = [[o.queued_s is not None for o in outcomes[name]] for name in elsewhere]
+        failed = {
+            name: np.asarray([_failed(o) for o in outcomes[name]], bool) for name in (*elsewhere, *self._questions)
+        }
         return Scores(
             total,
             by_name,
@@ -151,7 +193,26 @@ class Scorer(AbstractContextManager["Scorer"]):
             seconds=time.monotonic() - begun,
             queued_s=[o.queued_s for results in outcomes.values() for o in results if o.queued_s is not None],
             without_worker=np.asarray([not any(uses) for uses in zip(*called, strict=True)], bool) if called else None,
+            failed=failed,
+            since=since,
+            until=time.monotonic(),
         )
+
+    def confirm(self, failed: Mapping[str, Bool[np.ndarray, " B"]], by_name: Mapping[str, Any]) -> None:
+        """Check that a batch, of all processes, has the scores that it needs.
+
+        Raises:
+          ScoringFailed: a function has none for more than the permitted share of the responses it was asked about.
+        """
+        for name in failed:
+            count, answered = int(failed[name].sum()), int(np.isfinite(by_name[name]).sum())
+            if count >= FEWEST_FAILURES and count > self._most_failed * (count + answered):
+                causes = self._causes.get(name) or collections.Counter(["unknown; see another process"])
+                raise ScoringFailed(
+                    f"reward {name!r} failed on {count} of {count + answered} responses, most often by: "
+                    f"{causes.most_common(1)[0][0]}; the limit is scoring.most_failed={self._most_failed:g}. Mend what "
+                    "it asks, then start the same command again"
+                )
 
     def asks(self, name: str, record: dict[str, Any]) -> bool:
         """Return True if a function scores completions for a record."""
@@ -160,6 +221,8 @@ class Scorer(AbstractContextManager["Scorer"]):
     def close(self) -> None:
         """End any scoring in other threads, and kill workers and sandboxes. Idempotent."""
         self._closed = True
+        for questions in self._questions.values():
+            questions.calls.close()
         for started in (self._pool, self._sandbox):
             if started is not None:
                 started.close()
@@ -178,10 +241,14 @@ class Scorer(AbstractContextManager["Scorer"]):
         asked = asked or {name: [True] * len(rows) for name in self._weights}
         pending: dict[str, list[Future[Outcome[float]]]] = {name: [] for name in (*self._isolated, *self._programs)}
         try:
-            for name, futures in pending.items():
+            for name, questions in self._questions.items():
+                questions.calls.renew()
+                answers = iter(questions.ask(list(itertools.compress(rows, asked[name]))))
+                pending[name] = [next(answers) if wanted else settled(_NOT_ASKED) for wanted in asked[name]]
+            for name in (*self._isolated, *self._programs):
                 for row, wanted in zip(rows, asked[name], strict=True):
                     self._go_on()
-                    futures.append(self._begin(name, row) if wanted else _done(_NOT_ASKED))
+                    pending[name].append(self._begin(name, row) if wanted else settled(_NOT_ASKED))
             outcomes: dict[str, list[Outcome[float]]] = {name: [] for name in self._functions}
             for name, results in outcomes.items():
                 for row, wanted in zip(rows, asked[name], strict=True):
@@ -191,11 +258,25 @@ class Scorer(AbstractContextManager["Scorer"]):
             while waiting:
                 waiting = wait(waiting, timeout=LOOK_S).not_done
                 self._go_on()
-            return outcomes | {name: [future.result() for future in futures] for name, futures in pending.items()}
+                self._check_loop()
+            self._go_on()  # closed calls end with outcomes of their own
+            outcomes |= {name: [future.result() for future in futures] for name, futures in pending.items()}
+            for name, results in outcomes.items():
+                self._causes[name] = collections.Counter(str(o.failed_by) for o in results if _failed(o))
+            return outcomes
         finally:
             for futures in pending.values():
                 for future in futures:
                     future.cancel()  # matters only after an exception
+
+    def _check_loop(self) -> None:
+        """Raise ScoringFailed if a coroutine function keeps all others waiting."""
+        if self._questions and calls.stalled_s() > self._limits.deadline_s:
+            raise ScoringFailed(
+                f"a coroutine function has kept all calls waiting for {calls.stalled_s():.0f} s, among those of "
+                f"{', '.join(self._questions)}: it waits without await, as by time.sleep or requests; await what it "
+                "waits for, or write def instead of async def, which runs in a thread"
+            )
 
     def _go_on(self) -> None:
         if self._closed or self.interrupted():
@@ -207,21 +288,21 @@ class Scorer(AbstractContextManager["Scorer"]):
         decider, pool = self._deciders[name], self._pool
         assert pool is not None
         score = None if decider is None else decider(*row)
-        return pool.submit(self._isolated[name], *row) if score is None else _done(Outcome(score))
+        return pool.submit(self._isolated[name], *row) if score is None else settled(Outcome(score))
 
     def _ask(self, name: str, row: Row) -> Future[Outcome[float]]:
         """Start judging a program. Thoughts are not part of it."""
         prompt, completion, record = row
         wrong = code_records.defect(name, prompt, record)
         if wrong:
-            return _done(Outcome(None, wrong))
+            return settled(Outcome(None, wrong))
         answer = answer_part(prompt, completion)
         if answer is None:
-            return _done(Outcome(0.0))
+            return settled(Outcome(0.0))
         try:
             request = self._programs[name](prompt, answer, record, timeout_s=self._timeout_s)
         except Exception:
-            return _done(Outcome(None, traceback.format_exc(), raised=True))
+            return settled(Outcome(None, traceback.format_exc(), raised=True))
         assert self._sandbox is not None
         return self._sandbox.submit(request, lambda verdict: _judged(name, verdict))
 
@@ -232,45 +313,65 @@ def _judged(name: str, verdict: Verdict) -> Outcome[float]:
     return Outcome(code.score(name, verdict), queued_s=verdict.queued_s)
 
 
-def _done(outcome: Outcome[float]) -> Future[Outcome[float]]:
-    future: Future[Outcome[float]] = Future()
-    future.set_result(outcome)
-    return future
-
-
 def unless_stopped(score: Callable[[], Value]) -> Value:
-    """Return `score()`, or raise StopRequested in all processes if any does. Every process must call it."""
+    """Return `score()`, or raise in all processes what any raises of these. Every process must call it.
+
+    Raises:
+      StopRequested: the scoring was interrupted.
+      ScoringFailed: a function is broken.
+    """
     found: list[Value] = []
-    with suppress(StopRequested):
+    failure: ScoringFailed | None = None
+    try:
         found.append(score())
-    if hosts.any_process(not found):
-        raise StopRequested
-    return found[0]
+    except StopRequested:
+        pass
+    except ScoringFailed as error:
+        failure = error
+    if not hosts.any_process(not found):
+        return found[0]
+    if hosts.any_process(failure is not None):
+        raise failure or ScoringFailed("a function failed in another process, which says more")
+    raise StopRequested
+
+
+class Found(NamedTuple):
+    """Reward functions by how they are called."""
+
+    here: dict[str, RewardFunction]
+    isolated: dict[str, str]
+    """References, for workers."""
+    programs: dict[str, Callable[..., Request]]
+    """For a sandbox."""
+    waiting: dict[str, Callable[..., Any] | Asker]
+    """Called many at a time."""
 
 
 def find(
-    names: Collection[str], own: Mapping[str, str]
-) -> tuple[dict[str, RewardFunction], dict[str, str], dict[str, Callable[..., Request]]]:
-    """Look up reward functions: those called here, references of isolated ones, and those that ask a sandbox.
-
-    See `Scorer` for arguments and exceptions.
-    """
-    programs = {name: getattr(code, name) for name in names if name in code.__all__}
-    others = [name for name in names if name not in (*programs, *functions.__all__, *own)]
+    names: Collection[str], own: Mapping[str, str], askers: Mapping[str, Callable[..., Any] | Asker] | None = None
+) -> Found:
+    """Look up reward functions. See `Scorer` for arguments and exceptions."""
+    askers = askers or {}
+    found = Found({}, {}, {name: getattr(code, name) for name in names if name in code.__all__}, {})
+    others = [name for name in names if name not in (*found.programs, *functions.__all__, *own, *askers)]
     if others:  # slow to import
         there = importlib.import_module("gspo_jax.rewards.isolated")
-        check_names("reward", others, [*functions.__all__, *there.__all__, *code.__all__, *own])
-    here, isolated = dict[str, RewardFunction](), dict[str, str]()
+        check_names("reward", others, [*functions.__all__, *there.__all__, *code.__all__, *askers, *own])
     for name in names:
-        if name in programs:
+        if name in found.programs:
+            continue
+        if name in askers:
+            found.waiting[name] = askers[name]
             continue
         reference = own.get(name, f"gspo_jax.rewards.{'isolated' if name in others else 'functions'}:{name}")
         function = references.function(reference)
         if name in others or getattr(function, "own_process", False):
-            isolated[name] = reference
+            found.isolated[name] = reference
+        elif name in own:
+            found.waiting[name] = function
         else:
-            here[name] = function
-    return here, isolated, programs
+            found.here[name] = function
+    return found
 
 
 def check_weights(kind: str, functions: Mapping[str, float]) -> None:
@@ -320,20 +421,28 @@ class BrokenWatch:
         self._allowed, self._raised_on = 1, 0
 
     def report(self, rows: Sequence[Row], outcomes: Sequence[Outcome[Any]]) -> None:
-        """Log failed calls. Raise RuntimeError if the function is broken."""
+        """Log failed calls. Raise ScoringFailed if the function is broken; servers that fail do not make it so."""
         what, count = f"{self._kind} {self._name!r}", len(outcomes)
-        errors = [o.error for o in outcomes if o.error is not None]
-        if not all(o.raised for o in outcomes):
+        failures = [o for o in outcomes if o.error is not None]
+        judged = [(row, o) for row, o in zip(rows, outcomes, strict=True) if o.raised or o.cause is None]
+        if not all(o.raised for _, o in judged):
             self._allowed, self._raised_on = BAD_RECORDS, 0
-        elif rows:
+        elif judged:
             # Responses to a prompt are adjacent.
-            self._raised_on += 1 + sum(a[0] != b[0] or a[2] != b[2] for a, b in itertools.pairwise(rows))
+            self._raised_on += 1 + sum(a[0] != b[0] or a[2] != b[2] for (a, _), (b, _) in itertools.pairwise(judged))
             if self._raised_on > self._allowed:
-                raise RuntimeError(f"{what} raised on all {count} completions; the first error:\n{errors[0]}")
-        if errors:
-            logging.warning(
-                "%s failed on %d of %d completions; the first error: %s", what, len(errors), count, errors[0]
-            )
+                first = redacted(judged[0][1].error or "")
+                raise ScoringFailed(f"{what} raised on all {len(judged)} completions; the first error:\n{first}")
+        if failures:
+            causes = collections.Counter(redacted(str(o.failed_by)) for o in failures)
+            most = ", ".join(f"{cause} ({times} x)" for cause, times in causes.most_common(3))
+            traces = [redacted(str(o.error)) for o in failures if o.raised]
+            first = f"; the first error:\n{traces[0]}" if traces else ""
+            logging.warning("%s failed on %d of %d completions: %s%s", what, len(failures), count, most, first)
+
+
+def _failed(outcome: Outcome[float]) -> bool:
+    return outcome.error is not None and outcome.error != NONE
 
 
 def _score(function: RewardFunction, row: Row) -> Outcome[float]:

@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+NONE = "returned None"
+"""A function's way to say that a response has no score."""
 MOST = 1e18
 """Largest absolute score. Rewards and sums of their squared deviations are float32."""
 
@@ -25,6 +27,8 @@ def as_float(value: Any) -> float | None:
 
 def fault(score: float | None) -> str:
     """Return why a value is not a valid score, "" if it is."""
-    if score is None or not math.isfinite(score):
+    if score is None:
+        return NONE
+    if not math.isfinite(score):
         return f"returned {score}"
     return "" if abs(score) <= MOST else f"returned {score:g}; scores are from {-MOST:g} to {MOST:g}"

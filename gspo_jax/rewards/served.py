@@ -6,33 +6,21 @@ import re
 import threading
 import urllib.parse
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any, Protocol
 
 from gspo_jax import secrets
-from gspo_jax.calls.calls import Calls, Result
 from gspo_jax.calls.http import post_json
 from gspo_jax.errors import UserError
 
 NAMES = ("judge", "reward_model")
 """Of the rewards, and of their sections in the config."""
 
-Row = tuple[str, str, dict[str, Any]]
-"""(prompt, completion, record)."""
-CHARACTERS_PER_TOKEN = 4
-"""To estimate the tokens of a call (`Limits.tokens`) without the server's tokenizer."""
-
 
 class Served(Protocol):
-    """A reward that a server gives."""
+    """A reward that a server gives: called with (prompt, completion, record), or an Asker (asking.py)."""
 
     fields: frozenset[str]
     """Of records, that every record must have."""
-
-    def ask(self, rows: Sequence[Row], calls: Calls) -> list[Future[Result[float]]]:
-        """Return a future score of each row. All rows of a group are passed together, one after the other."""
-        ...
 
     def take_metrics(self) -> dict[str, float]:
         """Return what was counted since the last call."""

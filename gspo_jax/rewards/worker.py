@@ -17,6 +17,7 @@ For each call the pool writes two lines: a nonce, which never reaches the runner
 import contextlib
 import ctypes
 import errno
+import inspect
 import json
 import math
 import mmap
@@ -30,7 +31,8 @@ import sys
 import threading
 import time
 import traceback
-from typing import BinaryIO
+from collections.abc import Awaitable
+from typing import Any, BinaryIO
 
 import psutil
 
@@ -165,7 +167,8 @@ def _run(timeout_s: float, requests: BinaryIO, bell: int, slot: mmap.mmap) -> No
         _limit_cpu(timeout_s)
         try:
             function = references.function(request["function"])
-            reply = {"score": as_float(function(request["prompt"], request["completion"], request["record"]))}
+            value = function(request["prompt"], request["completion"], request["record"])
+            reply = {"score": as_float(_awaited(value) if inspect.isawaitable(value) else value)}
         except BaseException as error:  # even sys.exit() is the function's failure
             is_full = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _NO_MORE)
             if is_full and number:  # earlier calls may be to blame
@@ -176,6 +179,15 @@ def _run(timeout_s: float, requests: BinaryIO, bell: int, slot: mmap.mmap) -> No
         has_piled = any(map(operator.gt, _held(), most))
         slot[: _HEADER.size] = _HEADER.pack(len(body), has_piled or _has_children() or threading.active_count() > 1)
         os.write(bell, b"!")
+
+
+def _awaited(value: Awaitable[Any]) -> Any:
+    import asyncio  # slow, and seldom needed
+
+    async def waited() -> Any:
+        return await value
+
+    return asyncio.run(waited())
 
 
 def _held() -> tuple[int, int]:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Int, Key, Shaped, UInt32
 
 from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rollout import sampler as sampler_lib
 from gspo_jax.rollout.history import History
 from gspo_jax.rollout.loop import Decoded
 from gspo_jax.rollout.prefixes import Prefix
@@ -26,6 +27,9 @@ Reply = Callable[[Sequence[str], Sequence[list[int]], Sequence[Any]], Sequence[l
 """Environment: (prompt texts, response tokens so far, data records) -> tokens of its replies, None to end an episode.
 
 All processes call it after every sampling call, each with its own episodes."""
+
+Heard = Callable[[Sequence[str], Sequence[list[int]], Sequence[Any]], None]
+"""Hears of episodes that have ended: prompt texts, response tokens and data records."""
 
 
 @runtime_checkable
@@ -171,6 +175,8 @@ class Player:
         """
         self._sampler, self._reply, self._max_turns, self._opening = sampler, reply, max_turns, list(opening)
         self.history = history
+        self.heard: Heard | None = None
+        """Called with the prompts, tokens and records of this process's episodes as they end."""
 
     @property
     def shards(self) -> int:
@@ -226,7 +232,10 @@ class Player:
             min_ended=min_ended,
         )
         episodes = merge_decoded(episodes, hosts.allgather(decoded))
-        return episodes if self._reply is None else self._add_replies(episodes, live & episodes.ended, self._reply)
+        if self._reply is not None:
+            episodes = self._add_replies(episodes, live & episodes.ended, self._reply)
+        self._tell(episodes, live & episodes.ended)
+        return episodes
 
     def play(self, prompts: Iterator[Prompts], key: Key[Array, ""], *, first: int = 0) -> Batch:
         """Play whole episodes to the next prompts."""
@@ -238,7 +247,10 @@ class Player:
         Response i uses the key `fold_in(key, first + i)`.
         """
         if self._reply is None and not self._opening:  # one call suffices, and the rollout stays on the devices
-            rollout = self._sampler(self._with_earlier(prompts), key, first=first)
+            B, heard = len(prompts.lengths) * self._sampler.group_size, None
+            if self.heard is not None:
+                heard = self._hearing(_repeated(prompts.texts, B), _repeated(prompts.records, B))
+            rollout = self._sampler(self._with_earlier(prompts), key, first=first, heard=heard)
             batch = new_batch(rollout, prompts)
             if self.history is not None:
                 G = self._sampler.group_size
@@ -257,6 +269,19 @@ class Player:
             self.history.add(*texts, rollout.mask.sum(axis=1))
         own = {name: getattr(episodes, name) for name in ("texts", "records", "turns", "stale_tokens")}
         return _with_columns(hosts.shard_rows(self._sampler.mesh, rollout), own)
+
+    def _hearing(self, texts: Shaped[np.ndarray, " B"], records: Shaped[np.ndarray, " B"]) -> sampler_lib.Heard | None:
+        if (heard := self.heard) is None:
+            return None
+        return lambda rows, tokens: heard(texts[rows].tolist(), tokens, records[rows].tolist())
+
+    def _tell(self, episodes: Episodes, ended: Bool[np.ndarray, " B"]) -> None:
+        """Tell of this process's episodes that have just ended, if others have not: the batch follows at once."""
+        if (hearing := self._hearing(episodes.texts, episodes.records)) is None or episodes.ended.all():
+            return
+        own = hosts.own_rows(self._sampler.mesh, len(ended))
+        rows, rollout = own[ended[own]], episodes.rollout
+        hearing(rows, [np.asarray(rollout.tokens[row])[np.asarray(rollout.mask[row])].tolist() for row in rows])
 
     def _with_earlier(self, prompts: Prompts) -> Prompts:
         return prompts if self.history is None else dataclasses.replace(prompts, earlier=self.history.of(prompts))

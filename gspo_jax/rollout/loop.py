@@ -292,6 +292,12 @@ class DecodeLoop:
         counts = *counts, state.busy_steps, state.drafted, state.accepted
         return Decoded(rollout, unfinished, DecodeStats(*(x[None] for x in counts)))
 
+    def ended_so_far(self, state: LoopState) -> tuple[Int[Array, "n T"], Int[Array, " n"]]:
+        """Return the tokens and lengths of the responses that have ended, length 0 for all others."""
+        given = {"prompt_length": self.prefilled.prompts.tokens.shape[1]}
+        rollout, unfinished = state.buffer.rollout(self.prefilled, self.limits, self.stop, **given)
+        return rollout.tokens, jnp.where(unfinished, 0, rollout.mask.sum(axis=1, dtype=jnp.int32))
+
     def _run_phase(self, state: LoopState, phase: int, last: Array | None) -> LoopState:
         size = self.slot_counts[phase]
         widths = self.drafting.widths(size)

@@ -57,14 +57,24 @@ class PolledDecode:
         *,
         prompt_length: int,
         poll: Callable[[], None],
+        heard: Callable[[Array, Array], None] | None = None,
     ) -> Decoded:
-        """Decode; `poll` is called between programs and may raise to end it."""
+        """Decode.
+
+        Args:
+          poll: called between programs; may raise to end the decode.
+          heard: called between programs with tokens [B, T] and lengths [B] of the responses that have ended, length 0
+            for all others.
+        """
         inputs = prefilled, keys, limits
         state, pools = begin_piece(self, weights, inputs)
         running = True
         while running:
             (state, pools), more = advance_piece(self, weights, inputs, state, pools)
+            ended = None if heard is None else ended_piece(self, weights, inputs, state)
             running = bool(more)
+            if heard is not None and ended is not None and running:
+                heard(*ended)
             poll()
         del pools
         return finish_piece(self, weights, inputs, state, prompt_length=prompt_length)
@@ -128,6 +138,13 @@ def advance_piece(
     return decode.run(piece, weights, inputs, state, pools, out_specs=(ROWS, PartitionSpec()))
 
 
+@partial(jax.jit, static_argnums=0)
+def ended_piece(
+    decode: PolledDecode, weights: Weights, inputs: tuple[Any, ...], state: _Leaves
+) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
+    return decode.run(lambda loop, state: loop.ended_so_far(state), weights, inputs, state, out_specs=ROWS)
+
+
 @partial(jax.jit, static_argnums=0, static_argnames="prompt_length")
 def finish_piece(
     decode: PolledDecode, weights: Weights, inputs: tuple[Any, ...], state: _Leaves, *, prompt_length: int
@@ -138,4 +155,4 @@ def finish_piece(
     return decode.run(piece, weights, inputs, state, out_specs=ROWS)
 
 
-PROGRAMS = (begin_piece, advance_piece, finish_piece)
+PROGRAMS = (begin_piece, advance_piece, ended_piece, finish_piece)

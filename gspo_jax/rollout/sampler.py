@@ -29,6 +29,13 @@ from gspo_jax.types import Prompts, Rollout, RouterRecord, SamplerStats, Weights
 
 POLL_STEPS = 256
 """Decode steps between checks for a stop request; a shorter decode is one program."""
+HEARD_STEPS = 32
+"""The same where somebody hears of responses as they end."""
+
+Heard = Callable[[Int[np.ndarray, " n"], list[list[int]]], None]
+"""Hears of responses that have ended, each once: their numbers in the call, and tokens with prefixes.
+
+Each process hears of its own."""
 
 
 class Sampler:
@@ -108,9 +115,11 @@ class Sampler:
             "drafting": self.drafting,
         }
 
-    def pieces(self, responses: int, min_ended: float = 1.0) -> PolledDecode | None:
-        """Return the programs of a polled decode, or None if it fits `poll_steps`."""
+    def pieces(self, responses: int, min_ended: float = 1.0, *, heard: bool = False) -> PolledDecode | None:
+        """Return the programs of a polled decode, or None if it fits `poll_steps`, `HEARD_STEPS` if heard."""
         options, steps = self.decode_options(responses, min_ended), self._poll_steps
+        if heard:
+            steps = min(HEARD_STEPS, steps or HEARD_STEPS)
         if steps is None or decoder.most_steps(responses, options["slots"], self.stop) <= steps:
             return None
         return PolledDecode(graph=self._graph, **options, poll_steps=steps)
@@ -145,13 +154,16 @@ class Sampler:
         *,
         first: int = 0,
         limits: Int[np.ndarray, " B"] | None = None,
+        heard: Heard | None = None,
     ) -> Rollout:
         """Sample whole responses to prompts on the host, [P, S]. Response i uses the key `fold_in(key, first + i)`.
+
+        `heard` is called while others are still being sampled.
 
         Raises:
           RuntimeError: input shapes sampled before were compiled again.
         """
-        return self.resume(prompts, self.keys(prompts, key, first), limits=limits).rollout
+        return self.resume(prompts, self.keys(prompts, key, first), limits=limits, heard=heard).rollout
 
     def keys(self, prompts: Prompts, key: Key[Array, ""], first: int) -> UInt32[np.ndarray, "B words"]:
         """Return key data of the responses to `prompts`, numbered from `first`. Consumes `key`."""
@@ -174,6 +186,7 @@ class Sampler:
         prefix: Prefix | None = None,
         limits: Int[np.ndarray, " B"] | None = None,
         min_ended: float = 1.0,
+        heard: Heard | None = None,
     ) -> Decoded:
         """Continue responses from their prefixes; counted in `stats`.
 
@@ -192,7 +205,7 @@ class Sampler:
         prompts = Prompts(cut, prompts.lengths, earlier=prompts.earlier)
         shards = mesh_lib.batch_shards(dict(self.mesh.shape))
         packed = None if prefix is None else pack(prompts, prefix, shards=shards, limit=self.stop.max_length)
-        shapes = (prompts.tokens.shape, width, packed and packed.tokens.shape, limits is None, min_ended)
+        shapes = (prompts.tokens.shape, width, packed and packed.tokens.shape, limits is None, min_ended, heard is None)
         compiled = _compiled_programs()
         placed: Any = hosts.shard_rows(self.mesh, (prompts, keys, packed, limits))
         with jax.set_mesh(self.mesh):
@@ -203,8 +216,9 @@ class Sampler:
             )
             middle = time.perf_counter()
             inputs = self._weights, prefilled, own_keys, most
-            if (pieces := self.pieces(len(keys), min_ended)) is not None:
-                decoded = pieces(*inputs, prompt_length=width, poll=self.poll)
+            if (pieces := self.pieces(len(keys), min_ended, heard=heard is not None)) is not None:
+                told = None if heard is None else self._tell(heard, len(keys))
+                decoded = pieces(*inputs, prompt_length=width, poll=self.poll, heard=told)
             else:
                 options = self.decode_options(len(keys), min_ended)
                 decoded = decoder.decode(self._graph, *inputs, **options, prompt_length=width)
@@ -215,6 +229,20 @@ class Sampler:
             raise RuntimeError(f"prompts of shape {shapes[0]} were sampled before, yet the sampler was compiled again")
         self._sampled_shapes.add(shapes)
         return decoded
+
+    def _tell(self, heard: Heard, responses: int) -> Callable[[Array, Array], None]:
+        """Return what tells of this process's responses that have ended since the last time."""
+        own, told = hosts.own_rows(self.mesh, responses), np.zeros(responses, bool)
+
+        def tell(tokens: Array, lengths: Array) -> None:
+            known = hosts.fetch_own_rows(self.mesh, lengths)
+            new = np.flatnonzero((known > 0) & ~told[own])
+            if new.size:
+                texts = hosts.fetch_own_rows(self.mesh, tokens)
+                heard(own[new], [texts[row, : known[row]].tolist() for row in new])
+                told[own[new]] = True
+
+        return tell
 
     def _count(self, work: DecodeStats, *, prefill_s: float, decode_s: float) -> None:
         work, stats = hosts.allgather(work), self.stats

@@ -236,6 +236,9 @@ def iteration_metrics(clock: Clock, engine: Engine, batch: Batch, rounds: Rounds
         "throughput/tokens_per_s": stats.sampled_tokens / clock.seconds["iteration"],
         "throughput/sample_tokens_per_s": stats.sampled_tokens / clock.seconds["sample"],
     }
+    for each in rewards:
+        for name, failed in each.failed.items():
+            found[f"reward/{name}/failed"] = found.get(f"reward/{name}/failed", 0) + int(failed.sum())
     without = [each.without_worker for each in rewards if each.without_worker is not None]
     return found | ({"reward/without_worker": float(np.concatenate(without).mean())} if without else {})
 

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from gspo_jax import coldstart, engine
 from gspo_jax.config import MAY_CHANGE
-from gspo_jax.errors import StopRequested
+from gspo_jax.errors import ScoringFailed, StopRequested
 from gspo_jax.folder import lease
 from gspo_jax.folder.storage import check_place, open_folder
 from gspo_jax.measuring import published
@@ -100,6 +100,9 @@ def open_run(
             log.warn(text)
         if player.history is not None:
             player.history.restore(start.arrays)
+        scored = BatchScorer(scorer, tokenizer.decode, meshes.trainer, steps=data.make_step_scorer(config))
+        if scorer.asks_ahead:
+            player.heard = scored.ahead
         buffer = players.make_buffer(config, player, start.boundary.unfinished)
         run = Run(
             config=config,
@@ -112,7 +115,7 @@ def open_run(
             prompts=prompts,
             evaluations=dataclasses.replace(evaluations, inputs=start.inputs),
             player=player if buffer is None else buffer,
-            scorer=BatchScorer(scorer, tokenizer.decode, meshes.trainer, steps=data.make_step_scorer(config)),
+            scorer=scored,
             files=files,
             checkpointer=checkpointer,
             log=log,
@@ -124,4 +127,8 @@ def open_run(
             yield run, start.boundary.state
         except StopRequested:
             run.stop()
+            raise
+        except ScoringFailed:
+            if run.boundary.done:
+                run.keep()
             raise

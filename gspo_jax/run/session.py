@@ -248,8 +248,12 @@ class Run:
         self._note_saved()
 
     def stop(self) -> None:
-        """Save the newest boundary if needed, and wait until it is committed."""
+        """Keep the newest boundary after a signal."""
         self.phases.take_notice()  # another process's signal may have ended scoring unnoticed
+        self.keep()
+
+    def keep(self) -> None:
+        """Save the newest boundary if needed, and wait until it is committed."""
         self.phases.enter("save")
         self.checkpointer.wait()
         if self.checkpointer.latest != self.boundary.done:

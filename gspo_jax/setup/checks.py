@@ -150,15 +150,16 @@ def _check_rewards(config: ConfigDict) -> None:
                 f"data.sources.{name} is judged by {correct!r}, which does not score it; set its `correct` to one of "
                 f"{', '.join(own_rewards)}"
             )
-    servers.check(config)
     own = functions.own(config)
-    _, _, programs = scorer.find(config.rewards, own)
-    if (programs or config.environment.name in environments.SANDBOXED) and not config.scoring.unsafe:
+    found = scorer.find(config.rewards, own, servers.make(config))
+    if (found.programs or config.environment.name in environments.SANDBOXED) and not config.scoring.unsafe:
         sandbox.check_bubblewrap()
     scorer.check_names("step reward", config.step_rewards, [*steps.__all__, *own])
     for kind, names in (("reward", config.rewards), ("step reward", config.step_rewards)):
         for name in names:
-            functions.check_calls(config, kind, name, *ARGUMENTS)
+            function = found.waiting.get(name) if kind == "reward" else None
+            plural = getattr(function, "batched", False)
+            functions.check_calls(config, kind, name, *(f"{each}s" if plural else each for each in ARGUMENTS))
 
 
 def _check_filter(config: ConfigDict) -> None:

@@ -1,10 +1,13 @@
 """Records, prompt batches and reward functions, from a config."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from gspo_jax import secrets
+from gspo_jax.calls.calls import Limits
 from gspo_jax.data import files, rows, tasks
 from gspo_jax.data.pipeline import (
     Batches,
@@ -136,6 +139,12 @@ def held_out_prompts(
 def make_scorer(config: ConfigDict, *, scores: Scores | None = None) -> Scorer:
     """Return the weighted rewards, in worker processes if they may hang. Every process must call this."""
     own, scoring = functions.own(config), config.scoring
+    for name in scoring.environment:
+        if name not in os.environ:
+            raise UserError(
+                f"scoring.environment has {name!r}, which is not set; export it, or take it out of the list"
+            )
+        secrets.keep(name)
     return Scorer(
         config.rewards.to_dict(),
         own=own,
@@ -143,6 +152,20 @@ def make_scorer(config: ConfigDict, *, scores: Scores | None = None) -> Scorer:
         workers=scoring_workers(config),
         unsafe=scoring.unsafe,
         scores=scores or _scores(config),
+        limits=call_limits(config),
+        most_failed=scoring.most_failed,
+        environment=scoring.environment,
+    )
+
+
+def call_limits(config: ConfigDict) -> Limits:
+    """Return the limits of calls of rewards and environments."""
+    scoring = config.scoring
+    return Limits(
+        concurrency=scoring.concurrency,
+        tokens=scoring.tokens_in_flight,
+        deadline_s=scoring.deadline_s,
+        tries=scoring.tries,
     )
 
 

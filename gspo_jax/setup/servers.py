@@ -1,5 +1,7 @@
 """Rewards that a server gives, from the config's sections `judge` and `reward_model`."""
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from gspo_jax.errors import UserError
@@ -13,12 +15,13 @@ FILES = ("judge.rubric", "reward_model.template")
 """Fields that name files which scores depend on."""
 
 
-def make(config: ConfigDict) -> dict[str, served.Served]:
+def make(config: ConfigDict) -> dict[str, Any]:
     """Return the served rewards among the config's, by name. No server is asked anything.
 
     Raises:
-      UserError: a setting, a template or a key cannot be used.
+      UserError: a setting, a template or a key cannot be used, or comparisons have no use.
     """
+    _check_comparisons(config)
     found: dict[str, served.Served] = {}
     if "judge" in config.rewards:
         found["judge"] = make_judge(JudgeSettings(**config.judge.to_dict()))
@@ -27,9 +30,7 @@ def make(config: ConfigDict) -> dict[str, served.Served]:
     return found
 
 
-def check(config: ConfigDict) -> None:
-    """Check the served rewards of a config, as `make` does, and that their scores mean what they are used for."""
-    make(config)
+def _check_comparisons(config: ConfigDict) -> None:
     if not ("judge" in config.rewards and config.judge.pairwise):
         return
     if config.sampling.group_size == 1:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from gspo_jax.errors import UserError
+from gspo_jax.errors import ScoringFailed, UserError
 from gspo_jax.objectives import Objective
 from gspo_jax.objectives.advantages import group_centered
 from gspo_jax.training.experience import group_advantages
@@ -34,12 +34,12 @@ def fill_failures(rewards: Float[np.ndarray, " B"], *, group_size: int) -> Float
     group without rewards gets zeros.
 
     Raises:
-      RuntimeError: no response of the batch could be scored.
+      ScoringFailed: no response of the batch could be scored.
     """
     groups = rewards.reshape(-1, group_size)
     valid = np.isfinite(groups)
     if not valid.any():
-        raise RuntimeError("none of the batch's responses could be scored; check the reward functions")
+        raise ScoringFailed("none of the batch's responses could be scored; check the reward functions")
     first = np.take_along_axis(np.where(valid, groups, 0), valid.argmax(axis=1)[:, None], axis=1).astype(np.float64)
     apart = np.where(valid, groups - first, 0).sum(axis=1, keepdims=True)
     means = first + apart / np.maximum(valid.sum(axis=1, keepdims=True), 1)

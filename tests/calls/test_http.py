@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from gspo_jax.calls import calls, failures
-from gspo_jax.calls.calls import Calls, Limits, Result
+from gspo_jax.calls.calls import Calls, Limits
 from gspo_jax.calls.failures import CallFailed
 from gspo_jax.calls.http import post_json
+from gspo_jax.calls.outcomes import Outcome
 from tests import servers
 from tests.servers import Asked, serving
 
@@ -31,7 +32,7 @@ def _failed(url: str, **settings: Any) -> CallFailed:
     return raised.value
 
 
-def _called(url: str, *, deadline_s: float = 5.0, tries: int = 1) -> Result[Any]:
+def _called(url: str, *, deadline_s: float = 5.0, tries: int = 1) -> Outcome[Any]:
     async def post() -> Any:
         return await post_json(url, {}, key=KEY)
 

@@ -31,6 +31,10 @@ def said(*turns, **fields):
     return json.dumps({"messages": turns, "answer": "2"} | fields).encode()
 
 
+def calling(arguments):
+    return {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
+
+
 DEFECTS = {
     "not UTF-8": b'{"question": "\xff", "answer": "2"}',
     "not JSON": b'{"question": "1+1=", "answer": "2"',
@@ -53,8 +57,15 @@ DEFECTS = {
     "message without role": said({"content": "1+1="}),
     "message without content": said({"role": "user"}),
     "role is not a text": said({"role": 1, "content": "1+1="}),
-    "role is not system, user or assistant": said(USER, {"role": "tool", "content": "2"}),
-    "message with tool calls": said(USER, ASSISTANT | {"tool_calls": [{"name": "add"}]}, USER),
+    "role is not system, user, assistant or tool": said(USER, {"role": "function", "content": "2"}),
+    "tool calls of the user": said(USER | {"tool_calls": [{"name": "add"}]}),
+    "tool calls are not a list": said(USER, ASSISTANT | {"tool_calls": "add"}, USER),
+    "tool call is not an object": said(USER, ASSISTANT | {"tool_calls": ["add"]}, USER),
+    "arguments of a tool call are a text that is not JSON": said(USER, calling("{'a': 1}"), USER),
+    "arguments of a tool call are not an object": said(USER, calling("[1]"), USER),
+    "tool's reply without a call before it": said(USER, {"role": "tool", "content": "2"}),
+    "tools are a text that is not JSON": asked(tools="[{]"),
+    "malformed tools": asked(tools=["add"]),
     "content is not a text": said({"role": "user", "content": [{"type": "text", "text": "1+1="}]}),
     "content is empty": said({"role": "user", "content": ""}),
     "content is not Unicode text": b'{"messages": [{"role": "user", "content": "\\udfff"}], "answer": "2"}',
@@ -103,7 +114,7 @@ def write(path, *lines):
 
 
 def test_each_row_of_a_thousand_is_used_or_counted_under_the_name_of_its_defect(tmp_path, tokenizer):
-    """44 kinds of defects, at random among good rows; no prompt that is used was cut."""
+    """51 kinds of defects, at random among good rows; no prompt that is used was cut."""
     rng, wanted = np.random.default_rng(0), collections.Counter()
     bad, lines, good = DEFECTS | LATER, [], []
     assert len(bad) >= 40
@@ -129,6 +140,7 @@ def test_a_file_of_one_defect_alone_ends_with_its_name_and_line(name, tmp_path, 
     remedy = {
         "no question, prompt or messages": "name the prompt",
         "several of question, prompt and messages": "choose",
+        "malformed tools": "tool 'add' is no ",
     }
     with pytest.raises(
         UserError, match=f"has no usable row: 1 of 1 left out are {name}; {remedy.get(name, 'correct them')}"

@@ -5,23 +5,26 @@ import math
 import random
 import re
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
 from examples import judge_server
 from gspo_jax import cli
 from gspo_jax.calls import calls as calls_lib
-from gspo_jax.calls.calls import Calls, Limits, Result
+from gspo_jax.calls.calls import Calls, Limits
 from gspo_jax.calls.failures import CallFailed
+from gspo_jax.calls.outcomes import Outcome
 from gspo_jax.config import base
 from gspo_jax.errors import UserError
 from gspo_jax.rewards import judge, reward_model
+from gspo_jax.rewards.asking import Asker, Row
 from gspo_jax.rewards.judge import Judge, PairwiseJudge, make_judge
 from gspo_jax.rewards.reward_model import RewardModel, make_reward_model
 from gspo_jax.rewards.rubric import Rubric, fenced
+from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.setup import servers as setup_servers
 from tests import servers
 from tests.servers import Asked, serving
@@ -48,8 +51,13 @@ def _pairwise(url: str, **changes: Any) -> PairwiseJudge:
     return made
 
 
-def _values(futures: list[Future[Result[float]]]) -> list[float | None]:
+def _values(futures: list[Future[Outcome[float]]]) -> list[float | None]:
     return [future.result(timeout=20).value for future in futures]
+
+
+def _scores(made: Judge | RewardModel, rows: list[Row], calls: Calls) -> list[float | None]:
+    """The scores of rows, asked for at once."""
+    return _values([calls.submit(made, *row) for row in rows])
 
 
 def _said(text: Any, **more: Any) -> dict[str, Any]:
@@ -74,7 +82,7 @@ def test_scores_of_a_rule_are_mapped_to_the_unit_interval():
     with Calls(FAST) as calls:
         made = _judge(judge_server.start())
         rows = [("q", "word " * words, RECORD) for words in (0, 1, 4, 10, 30)]
-        assert _values(made.ask(rows, calls)) == [1.0, 0.9, 0.6, 0.0, 0.0]
+        assert _scores(made, rows, calls) == [1.0, 0.9, 0.6, 0.0, 0.0]
         assert calls_lib.run(made("q", "<think>a b c d</think>one two", RECORD)) == 0.8
         counted = made.take_metrics()
         assert counted["judge/calls"] == 6 and counted["judge/prompt_tokens"] > 600
@@ -178,14 +186,14 @@ def test_samples_are_averaged_and_failed_ones_left_out():
     with serving(sampled) as server, Calls(FAST) as calls:
         made = _judge(server.url, samples=4)
         for expected in (0.5, 0.1, None):
-            (asked,) = made.ask([("q", "a", RECORD)], calls)
-            assert asked.result(10).value == (expected and pytest.approx(expected))
-        assert asked.result(10).cause == "the server ended the connection"
+            outcome = calls.submit(made, "q", "a", RECORD).result(10)
+            assert outcome.value == (expected and pytest.approx(expected))
+        assert outcome.failed_by == "the server ended the connection"
 
 
 def test_a_thought_without_an_answer_scores_nothing_and_costs_nothing():
     with serving(_saying({"score": 10})) as server, Calls(FAST) as calls:
-        assert _values(_judge(server.url).ask([("q", "<think>hm", RECORD)], calls)) == [0.0]
+        assert _scores(_judge(server.url), [("q", "<think>hm", RECORD)], calls) == [0.0]
         assert not server.asked
 
 
@@ -280,10 +288,10 @@ def test_pairs_of_which_one_order_fails_count_by_the_other():
         rows = [("q", text, RECORD) for text in ("long", "s", "never")]
         results = [future.result(20) for future in made.ask(rows, calls)]
         assert [result.value for result in results] == [1.0, 0.0, None]
-        assert results[2].cause == "HTTP status 500"
+        assert results[2].failed_by == "HTTP status 500"
         assert "judge/position_bias" not in made.take_metrics(), "no pair has both orders"
         (alone,) = made.ask([("q", "one", RECORD)], calls)
-        assert (alone.result(5).value, alone.result(5).cause) == (None, "a group of one response has no pairs")
+        assert (alone.result(5).value, alone.result(5).failed_by) == (None, "a group of one response has no pairs")
 
 
 @pytest.mark.faults
@@ -302,10 +310,11 @@ def test_scores_are_right_or_missing_whatever_the_server_does():
 
     with serving(moody) as server, Calls(Limits(tries=4, deadline_s=8.0, concurrency=32)) as calls:
         rows = [("q", "word " * (i % 10), RECORD) for i in range(200)]
-        results = [future.result(60) for future in _judge(server.url).ask(rows, calls)]
+        made = _judge(server.url)
+        results = [future.result(60) for future in [calls.submit(made, *row) for row in rows]]
     expected = [1 - (i % 10) / 10 for i in range(200)]
     assert all(r.value is None or math.isclose(r.value, e) for r, e in zip(results, expected, strict=True))
-    assert all((r.value is None) == (r.cause is not None) and not r.raised for r in results)
+    assert all((r.value is None) == (r.failed_by is not None) and not r.raised for r in results)
     assert sum(r.value is not None for r in results) > 140
 
 
@@ -335,7 +344,7 @@ def test_a_reward_model_is_asked_in_the_form_of_its_server(form, tmp_path):
     with serving(lambda asked: asked.reply(reply)) as server, Calls(FAST) as calls:
         made = _model(server.url, form=form, template=template)
         row = ("q", "<think>2 and 2</think>four", {**RECORD, "instruction": "Think."})
-        assert _values(made.ask([row, row], calls)) == [-2.5, -2.5]
+        assert _scores(made, [row, row], calls) == [-2.5, -2.5]
         assert calls_lib.run(made(*row)) == -2.5
         assert all(asked.path == path for asked in server.asked)
         assert server.asked[0].body.items() >= asked_for.items()
@@ -448,30 +457,44 @@ def test_what_cannot_work_is_refused_before_any_work(config, field, value, says)
     section, key = field.split(".")
     config[section][key] = value
     with pytest.raises(UserError, match=says) as raised:
-        setup_servers.check(config)
+        setup_servers.make(config)
     assert KEY not in str(raised.value) and "\n" not in str(raised.value) and len(str(raised.value)) < 300
 
 
 def test_a_key_of_several_words_is_refused(config, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "two words")
     with pytest.raises(UserError, match=r"JUDGE_KEY .* has more than a key"):
-        setup_servers.check(config)
+        setup_servers.make(config)
 
 
 def test_a_comparison_cannot_decide_what_is_correct(config):
-    setup_servers.check(config)
+    setup_servers.make(config)
     pairwise = cli.load_config("examples/judge.py:pairwise")
-    setup_servers.check(pairwise)
+    setup_servers.make(pairwise)
     pairwise.eval.correct = "judge"
     with pytest.raises(UserError, match="half of them win"):
-        setup_servers.check(pairwise)
+        setup_servers.make(pairwise)
     pairwise.sampling.group_size = 1
     with pytest.raises(UserError, match=r"sampling\.group_size is 1"):
-        setup_servers.check(pairwise)
+        setup_servers.make(pairwise)
 
 
 def test_settings_are_the_fields_of_the_config():
     for section, settings in (("judge", judge.Settings), ("reward_model", reward_model.Settings)):
         assert set(base()[section]) == set(settings.__dataclass_fields__)
     assert set(reward_model.FORMS) == {"classify", "pooling", "score", "sglang"}
-    assert Path("examples/rubric.txt").is_file()
+
+
+def test_single_responses_can_be_asked_ahead_and_groups_cannot(config):
+    made = setup_servers.make(config)
+    assert not any(isinstance(each, Asker) for each in made.values())
+    assert isinstance(setup_servers.make(cli.load_config("examples/judge.py:pairwise"))["judge"], Asker)
+
+
+def test_the_scorer_asks_a_judge_and_compares_within_groups():
+    rows = [("q", "a b c", RECORD), ("q", "a", RECORD), ("p", "a", RECORD), ("p", "a b", RECORD)]
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    url = judge_server.start()
+    for made, expected in ((_judge(url), [0.7, 0.9, 0.9, 0.8]), (_pairwise(url), [0, 1, 1, 0])):
+        with Scorer({"judge": 2.0}, askers={"judge": made}, limits=FAST) as scorer:
+            assert scorer.score_here(*columns).total == pytest.approx(2 * np.asarray(expected))

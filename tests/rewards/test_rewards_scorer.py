@@ -221,7 +221,7 @@ def test_what_is_no_score_is_nan_and_counted(fakes, name, caplog):
         scores = run(scorer, ["", "none", "nan", "inf", "raise", "true"])
     np.testing.assert_array_equal(scores.total, np.asarray([1, math.nan, math.nan, math.nan, math.nan, 2], np.float32))
     assert scores.failures == 4
-    assert f"reward '{name}' failed on 4 of 6 completions; the first error: returned None" in caplog.text
+    assert f"reward '{name}' failed on 4 of 6 completions: returned None (1 x), " in caplog.text
 
 
 def test_a_weight_of_zero_only_records(fakes):
@@ -354,7 +354,7 @@ def test_closing_ends_a_scoring_in_another_thread(fakes):
 
         def score(scorer=scorer, rows=rows, ended=ended):
             with pytest.raises((StopRequested, RuntimeError, CancelledError)):
-                scorer.score_here(["p"] * len(rows), rows, [{}] * len(rows))
+                scorer.score_here([f"p{i}" for i in range(len(rows))], rows, [{}] * len(rows))
             ended.append(True)
 
         thread = threading.Thread(target=score)

@@ -178,17 +178,23 @@ class Slow:
             raise self.result
         return self.result
 
+    def confirm(self, failed, by_name) -> None:
+        pass
+
 
 def test_rewards_are_scored_beside_the_caller_who_waits_for_them_once():
     without = np.array([True, True, True, False])
-    slow = Slow(Scores(TOTAL, {"right": TOTAL}, 0, seconds=2.0, queued_s=[1.0], without_worker=without))
+    times = {"seconds": 2.0, "queued_s": [1.0], "since": 1.0, "until": 6.0}
+    slow = Slow(Scores(TOTAL, {"right": TOTAL}, 0, without_worker=without, **times))
     scorer, batch = BatchScorer(slow, str, MESH), dataclasses.replace(a_round(0, [0] * B), rewards=None)
     wait = scorer.begin(batch)
     assert "rewards" in [thread.name for thread in threading.enumerate()]
     slow.finish.set()
     rewards = wait()
     assert rewards.total.tolist() == TOTAL.tolist() and rewards.learn.all()
-    assert scorer.metrics() == {"throughput/answers_per_s": 4 / 2.0, "timing/queue_s": 1.0}
+    found = scorer.metrics()
+    assert 0.9 < found.pop("timing/scoring_hidden") <= 1 and found.pop("timing/scoring_s") == 5.0
+    assert found == {"throughput/answers_per_s": 4 / 2.0, "timing/queue_s": 1.0}
     assert scorer.begin(dataclasses.replace(batch, rewards=rewards))() is rewards, "it is not scored again"
 
 

@@ -1,0 +1,440 @@
+"""Tool calls as models write them, well and badly: what is called, and what the policy is told."""
+
+import json
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gspo_jax import tool_calls
+from gspo_jax.errors import UserError
+from gspo_jax.tool_calls import FORMATS, MOST_CALLS, MOST_NESTED, Call, Tools, parse
+
+
+def tool(name, required=(), **properties):
+    parameters = {"type": "object", "properties": properties, "required": list(required)}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": f"The tool {name}.", "parameters": parameters},
+    }
+
+
+TEXT, WHOLE, FLAG = ({"type": kind} for kind in ("string", "integer", "boolean"))
+OPTIONAL = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+TOOLS = Tools(
+    [
+        tool("weather", ["city"], city=TEXT, days=WHOLE, celsius=FLAG),
+        tool("write", ["path", "text"], path=TEXT, text=TEXT),
+        tool(
+            "search",
+            query={"type": ["string", "array"]},
+            most=OPTIONAL,
+            within={"type": "number"},
+            by={"type": "object"},
+        ),
+        {"type": "function", "function": {"name": "now"}},
+    ]
+)
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+def hermes(name, arguments):
+    return f"{OPEN}\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n{CLOSE}"
+
+
+def written(value):
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def qwen3_coder(name, arguments):
+    parameters = "".join(f"<parameter={key}>\n{written(value)}\n</parameter>\n" for key, value in arguments.items())
+    return f"{OPEN}\n<function={name}>\n{parameters}</function>\n{CLOSE}"
+
+
+def glm(name, arguments):
+    pairs = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{written(value)}</arg_value>\n" for key, value in arguments.items()
+    )
+    return f"{OPEN}{name}\n{pairs}{CLOSE}"
+
+
+def glm47(name, arguments):
+    pairs = "".join(
+        f"<arg_key>{key}</arg_key><arg_value>{written(value)}</arg_value>" for key, value in arguments.items()
+    )
+    return f"{OPEN}{name}{pairs}{CLOSE}"
+
+
+WRITERS = {"hermes": hermes, "qwen3_coder": qwen3_coder, "glm": glm}
+WELL = {
+    "one text": ("weather", {"city": "Paris"}),
+    "each type": ("weather", {"city": "São Paulo", "days": 3, "celsius": True}),
+    "no arguments": ("now", {}),
+    "nested braces in a text": ("write", {"path": "a.c", "text": 'if (x) { f("{}"); } // }}]'}),
+    "lines": ("write", {"path": "a.py", "text": "def f():\n\n    return 1\n\ttab"}),
+    "quotes and backslashes": ("write", {"path": "C:\\new", "text": "\"a\" 'b' \\n \\\\ `c`"}),
+    "other scripts": ("write", {"path": "日本.txt", "text": "é 🦆 \u2028 \x85"}),
+    "a closing mark in a text": ("write", {"path": "a.md", "text": "ends with </tool_call>, as <tool_call> begins"}),
+    "another format in a text": ("write", {"path": "a.xml", "text": "<function=f>\n</function> <arg_key>k</arg_key>"}),
+    "a thought in a text": ("write", {"path": "a", "text": "<think>x</think>y</think>"}),
+    "an end mark of its format": ("write", {"path": "a", "text": "a </parameter> b </arg_value> c"}),
+    "a number as text": ("write", {"path": "7", "text": "null"}),
+    "a text or a list": ("search", {"query": ["a", "b"], "most": None, "within": 0.5, "by": {"a": [1, {"b": None}]}}),
+    "a whole number as number": ("search", {"query": "a", "within": 2, "most": 7}),
+    "a large number": ("weather", {"city": "x", "days": 10**30}),
+}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", WELL)
+def test_a_call_is_read_as_it_was_meant(name, form):
+    call = Call(*WELL[name])
+    for writer in (WRITERS[form], *([glm47] if form == "glm" else [])):
+        said = writer(*WELL[name])
+        assert parse(said, form, TOOLS) == ("", [call])
+        assert parse(f"<think>\nHm, {OPEN}?\n</think>\n\nI look.\n{said}{said} and more", form, TOOLS) == (
+            "I look.",
+            [call, call],
+        )
+        assert parse(f"Hm.</think>Look.{said}", form, TOOLS, before="<|im_start|>assistant\n<think>\n") == (
+            "Look.",
+            [call],
+        )
+
+
+JSON_ERRORS = {
+    # what stands between the marks: the name, what the policy is told
+    '{"name": "weather", "arguments": {"city": "Paris",}}': (
+        "",
+        "not valid JSON: Illegal trailing comma|not valid JSON: Exp",
+    ),
+    "{'name': 'weather', 'arguments': {'city': 'Paris'}}": ("", "not valid JSON: Expecting property name enclosed in"),
+    '{"name": "weather", "arguments": {"city": "Pa\nris"}}': (
+        "",
+        "not valid JSON: Invalid control character at character",
+    ),
+    '{"name": "weather", "arguments": {"city": "C:\\new"}': (
+        "",
+        "not valid JSON: Expecting ',' delimiter at character 52",
+    ),
+    '{"name": "weather", "arguments": {"city": "\\x"}}': ("", "not valid JSON: Invalid \\escape at"),
+    '{"name": "weather", "arguments": {"city": "Paris"}}}': ("weather", "there is text after the JSON object"),
+    '{"name": "now", "arguments": {}}\n{"name": "now", "arguments": {}}': (
+        "now",
+        "there is text after the JSON object",
+    ),
+    '{"name": "weather", "arguments": {"city": NaN}}': ("", "not valid JSON: NaN is not JSON"),
+    '{"name": "search", "arguments": {"within": 1e999}}': ("", "not valid JSON: a number is too large"),
+    '{"name": "weather", "arguments": {"days": 1' + "0" * 5000 + "}}": ("", "not valid JSON: Exceeds the limit"),
+    "[" * 100_000: ("", "not valid JSON: it is nested too deeply|not valid JSON: Expecting value"),
+    "": ("", "not valid JSON: Expecting value at character 1"),
+    "weather": ("", "not valid JSON: Expecting value at character 1"),
+    '```json\n{"name": "now", "arguments": {}}\n```': ("", "not valid JSON: Expecting value at character 1"),
+    '[{"name": "now", "arguments": {}}]': ("", 'it is not a JSON object with "name" and "arguments"'),
+    '{"arguments": {"city": "Paris"}}': ("", 'it has no "name"'),
+    '{"name": "", "arguments": {}}': ("", 'it has no "name"'),
+    '{"name": 5, "arguments": {}}': ("", 'it has no "name"'),
+    '{"name": "now"}': ("now", 'of now cannot be run: it has no "arguments"'),
+    '{"name": "weather", "parameters": {"city": "Paris"}}': ("weather", 'it has no "arguments"'),
+    '{"name": "now", "arguments": null}': ("now", '"arguments" is not a JSON object'),
+    '{"name": "now", "arguments": ["Paris"]}': ("now", '"arguments" is not a JSON object'),
+    '{"name": "now", "arguments": "Paris"}': ("now", '"arguments" is a string that is not valid JSON: Expecting value'),
+    '{"name": "now", "arguments": "[1]"}': ("now", '"arguments" is not a JSON object'),
+    '{"name": "weather", "arguments": {"city": "\\ud800"}}': ("weather", "its arguments are not Unicode text"),
+    '{"name": "search", "arguments": {"by": ' + '{"a": ' * 70 + "1" + "}" * 72: (
+        "search",
+        "nested more than 64 levels deep",
+    ),
+}
+
+
+@pytest.mark.parametrize("body", JSON_ERRORS, ids=lambda body: body[:50])
+def test_bad_json_is_told_and_the_next_call_is_read(body):
+    name, says = JSON_ERRORS[body]
+    assert_error(f"{OPEN}{body}{CLOSE}", "hermes", name, says)
+
+
+def assert_error(said, form, name, says):
+    turn = parse(f"Go.\n{said}\n{WRITERS[form]('now', {})}", form, TOOLS)
+    bad, good = turn.calls
+    assert (turn.text, good, bad.name, bad.arguments) == ("Go.", Call("now", {}), name, {})
+    of = f" of {name}" if name and " " not in name else ""
+    prefix = f"Error: the tool call{of} cannot be run: "
+    assert bad.error.startswith(prefix) and bad.error.endswith(".") and "\n" not in bad.error and len(bad.error) < 400
+    assert any(each in bad.error for each in says.split("|")), bad.error
+
+
+XML_ERRORS = {
+    ("qwen3_coder", f'{OPEN}{{"name": "now", "arguments": {{}}}}{CLOSE}'): (
+        "",
+        "it does not begin with <function=NAME>",
+    ),
+    ("qwen3_coder", f"{OPEN}<function=>\n</function>{CLOSE}"): ("", "it has no name"),
+    ("qwen3_coder", f"{OPEN}<function=weather>\nParis</function>{CLOSE}"): (
+        "weather",
+        "a <parameter=NAME> or </function> is",
+    ),
+    ("qwen3_coder", f"{OPEN}<function=weather>\n<parameter=city>\nParis\n</function>{CLOSE}"): (
+        "weather",
+        "parameter 'city' does not end with </parameter>",
+    ),
+    (
+        "qwen3_coder",
+        f"{OPEN}<function=weather><parameter=city>\nParis\n<parameter=days>\n3\n</parameter>\n</function>{CLOSE}",
+    ): ("weather", "parameter 'city' does not end with </parameter>"),
+    ("qwen3_coder", f"{OPEN}<function=now></function> now {CLOSE}"): ("now", "there is text between </function> and"),
+    ("qwen3_coder", f"{OPEN}<function=now></function>"): ("now", "it does not end with </tool_call>"),
+    ("glm", f"{OPEN}\n{CLOSE}"): ("", "it has no name"),
+    ("glm", f'{OPEN}{{"name": "now"}}{CLOSE}'): ('{"name": "now"}', "there is no tool"),
+    ("glm", f"{OPEN}weather\ncity: Paris{CLOSE}"): ("weather", "an <arg_key> is missing"),
+    ("glm", f"{OPEN}weather\n<arg_key>city</arg_key>Paris{CLOSE}"): ("weather", "an <arg_key> is missing"),
+    ("glm", f"{OPEN}weather\n<arg_key>city</arg_key>\n<arg_value>Paris\n{CLOSE}"): (
+        "weather",
+        "the value of 'city' does not end with </arg_value>",
+    ),
+    (
+        "glm",
+        f"{OPEN}weather\n<arg_key>city</arg_key><arg_value>A<arg_key>days</arg_key><arg_value>3</arg_value>{CLOSE}",
+    ): (
+        "weather",
+        "the value of 'city' does not end with </arg_value>",
+    ),
+    ("glm", f"{OPEN}now\n"): ("now", "it does not end with </tool_call>"),
+    ("hermes", f'{OPEN}\n{{"name": "now", "arguments": {{}}}}\n'): ("now", "it does not end with </tool_call>"),
+}
+
+
+@pytest.mark.parametrize("case", XML_ERRORS, ids=lambda case: f"{case[0]} {case[1][:60]}")
+def test_bad_tags_are_told_and_the_next_call_is_read(case):
+    name, says = XML_ERRORS[case]
+    assert_error(case[1], case[0], name, says)
+
+
+SCHEMA_ERRORS = {
+    "an unknown tool": (
+        "wether",
+        {"city": "Paris"},
+        "there is no tool 'wether'; did you mean 'weather'? the tools are weather,",
+    ),
+    "a missing argument": ("weather", {"days": 3}, "argument 'city' is missing"),
+    "two faults": (
+        "weather",
+        {"days": "soon"},
+        "argument 'days' must be of type integer, not string; argument 'city' is miss",
+    ),
+    "a fraction": ("weather", {"city": "x", "days": 2.5}, "argument 'days' must be of type integer, not number"),
+    "a nested fault": ("search", {"by": [1]}, "argument 'by' must be of type object, not"),
+    "one of several types": (
+        "search",
+        {"most": "many"},
+        "argument 'most': 'many' is not valid under any of the given schemas",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", SCHEMA_ERRORS)
+def test_arguments_are_checked_against_the_schema(name, form):
+    called, arguments, says = SCHEMA_ERRORS[name]
+    assert_error(WRITERS[form](called, arguments), form, called, says)
+
+
+@pytest.mark.parametrize(
+    ("said", "call"),
+    [
+        # arguments encoded twice, as some models write them
+        (
+            f'{OPEN}{{"name": "weather", "arguments": "{{\\"city\\": \\"Paris\\"}}"}}{CLOSE}',
+            Call("weather", {"city": "Paris"}),
+        ),
+        (f'{OPEN}{{"arguments": {{}}, "name": "now", "id": 7}}{CLOSE}', Call("now", {})),
+        (
+            f'{OPEN} {{"name": "weather", "arguments": {{"city": "\\u00e9\\ud83e\\udd86"}}}} {CLOSE}',
+            Call("weather", {"city": "é🦆"}),
+        ),
+    ],
+)
+def test_json_of_other_habits(said, call):
+    assert parse(said, "hermes", TOOLS).calls == [call]
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        (" 3 ", WHOLE, 3),
+        ("3.0", WHOLE, 3),
+        ("3.5", WHOLE, 3.5),
+        ("three", WHOLE, "three"),
+        ("1_000", WHOLE, "1_000"),
+        ("3", {"type": "number"}, 3),
+        ("-1.5e3", {"type": "number"}, -1500.0),
+        ("nan", {"type": "number"}, "nan"),
+        ("True", FLAG, True),
+        ("false", FLAG, False),
+        ("yes", FLAG, "yes"),
+        ("null", OPTIONAL, None),
+        ("None", OPTIONAL, None),
+        ("7", OPTIONAL, 7),
+        ("null", TEXT, "null"),
+        (" 3 ", TEXT, " 3 "),
+        ('"3"', TEXT, '"3"'),
+        ("3", {"type": ["string", "integer"]}, 3),
+        ("3 apples", {"type": ["string", "integer"]}, "3 apples"),
+        ("3", {}, "3"),
+        ("2", {"enum": [1, 2]}, 2),
+        ("b", {"enum": ["a", "b"]}, "b"),
+        ("[1]", {"const": [1]}, [1]),
+        ("[1, 2", {"type": "array"}, "[1, 2"),
+        ("{'a': 1}", {"type": "object"}, "{'a': 1}"),
+        ("2", {"allOf": [{"$ref": "#/$defs/count"}]}, 2),
+        ("2", {"$ref": "#/$defs/again"}, "2"),
+    ],
+)
+def test_texts_become_values_of_the_types_of_the_schema(text, schema, value):
+    own = tool("f", a=schema)
+    own["function"]["parameters"]["$defs"] = {"count": WHOLE, "again": {"$ref": "#/$defs/again"}}
+    types = Tools([own]).types("f", "a")
+    found = tool_calls._coerced(text, types)
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_a_turn_without_calls_is_its_text():
+    for form in FORMATS:
+        assert parse("<think>\nHm.\n</think>\n\nIt is 7.\n", form, TOOLS) == ("It is 7.", [])
+        assert parse(f"<think>\nI call {WRITERS[form]('now', {})} and", form, TOOLS) == ("", [])
+        assert parse("", form, TOOLS) == ("", [])
+        assert parse("</tool_call> of what?", form, TOOLS) == ("</tool_call> of what?", [])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_calls_in_thoughts_do_not_count(form):
+    call = WRITERS[form]("now", {})
+    now = [Call("now", {})]
+    assert parse(f"<think>{call}</think>a{call}", form, TOOLS) == ("a", now)
+    assert parse(f"{call}</think>a{call}", form, TOOLS) == ("a", now), "a thought opened by a prompt that is not known"
+    assert parse(f"{call}</think>7", form, TOOLS) == ("7", [])
+    assert parse(f"{call}<think>again</think>{call}", form, TOOLS) == ("", now * 2)
+    assert parse(f"a{call}<think>and then {call}", form, TOOLS) == ("a", now)
+    assert parse(call, form, TOOLS, before="<think>\n") == ("", [])
+
+
+def test_the_first_mark_may_be_missing_in_the_format_of_qwen3_coder():
+    """A frequent slip of the model, which servers accept."""
+    bare = qwen3_coder("weather", {"city": "Paris"}).removeprefix(f"{OPEN}\n")
+    for said in (bare, bare.removesuffix(f"\n{CLOSE}")):
+        assert parse(f"I look.\n\n{said}", "qwen3_coder", TOOLS) == ("I look.", [Call("weather", {"city": "Paris"})])
+        assert len(parse(said + said, "qwen3_coder", TOOLS).calls) == 2
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_repetition_takes_no_time_and_few_replies(form):
+    begun = time.process_time()
+    xml, keys = f"{OPEN}<function=a><parameter=b>", f"{OPEN}a<arg_key>b</arg_key><arg_value>"
+    texts = OPEN, f"{OPEN}{CLOSE}", f"{OPEN}{{", f"<think>{OPEN}", "</parameter>\n", "<think>", xml, keys
+    for text in (*texts, f"</think>{OPEN}", f"</think>{xml}", f"</think>{keys}"):
+        calls = parse(text * 10_000, form, TOOLS).calls
+        assert len(calls) <= MOST_CALLS + 1 and all(call.error for call in calls)
+    assert time.process_time() - begun < 5
+    turn = parse(WRITERS[form]("now", {}) * (MOST_CALLS + 3), form, TOOLS)
+    assert [call.error for call in turn.calls] == [""] * MOST_CALLS + [
+        f"Error: the tool call cannot be run: a turn may have at most {MOST_CALLS} tool calls."
+    ]
+
+
+SNIPS = [OPEN, CLOSE, "<think>", "</think>", "<function=weather>", "</function>", "<parameter=city>", "</parameter>"]
+SNIPS += ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", '{"name": "weather", "arguments": {"city": ']
+SNIPS += ['"Paris"', "}}", "weather", "\n", "city", "3", "\\ud800"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(said=st.lists(st.sampled_from(SNIPS) | st.text(max_size=3)).map("".join), form=st.sampled_from(FORMATS))
+def test_no_turn_raises(said, form):
+    turn = parse(said, form, TOOLS)
+    for call in turn.calls:
+        assert call.error or not TOOLS.problem(call.name, call.arguments)
+        assert not (call.error and call.arguments)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    text=st.text(), by=st.dictionaries(st.text(max_size=5), VALUES, max_size=3), within=st.integers(), before=st.text()
+)
+def test_what_is_written_is_read(text, by, within, before):
+    arguments = {"query": text, "by": by, "within": within}
+    assert parse(hermes("search", arguments), "hermes", TOOLS).calls == [Call("search", arguments)]
+    for form in ("qwen3_coder", "glm"):
+        arguments = {"path": text, "text": before}
+        found = parse(WRITERS[form]("write", arguments), form, TOOLS).calls
+        assert found == [Call("write", arguments)]
+        found = parse(WRITERS[form]("search", {"by": by, "within": within}), form, TOOLS).calls
+        assert found == [Call("search", {"by": by, "within": within})]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_formats_are_told_apart_by_what_a_template_writes(form):
+    said = WRITERS[form](*tool_calls._TRIAL)
+    assert tool_calls.format_of(f"<|im_start|>assistant\n<think>\n\n</think>\n\n{said}<|im_end|>\n") == form
+    assert tool_calls.format_of("<function_calls>[trial_tool(number=7)]</function_calls>") is None
+
+
+REFUSED = {
+    "tools are {'type': 'function'": {"type": "function"},
+    "tools are 'add'": "add",
+    "tool 'add' is no {": ["add"],
+    "tool {'name': 'add'} is no {": [{"name": "add"}],
+    "a tool is called 'a b'; use at most 128": [tool("a b")],
+    "a tool is called None": [{"type": "function", "function": {}}],
+    "two tools are called 'f'; give each a name": [tool("f"), tool("f")],
+    "the description of tool f is no text": [{"type": "function", "function": {"name": "f", "description": 5}}],
+    "the parameters of tool f are [];": [{"type": "function", "function": {"name": "f", "parameters": []}}],
+    "the parameters of tool f are {'type': 'array'}": [
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
+    ],
+    "the parameters of tool f are no JSON schema: properties.a.type: 'text' is not": [tool("f", a={"type": "text"})],
+    "the parameters of tool f are no JSON schema: required": [tool("f", [5])],
+    "the parameters of tool f refer to 'https://example.com/a'": [tool("f", a={"$ref": "https://example.com/a"})],
+    "the parameters of tool f refer to '/$defs/a'": [tool("f", a={"$ref": "#/$defs/a"})],
+    "the parameters of tool f are no JSON schema: properties.a.pattern: '(' is not a 'regex'": [
+        tool("f", a={"type": "string", "pattern": "("})
+    ],
+    "tool f is not JSON": [tool("f", a={"type": "integer", "default": {1, 2}})],
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_a_malformed_list_of_tools_is_refused_in_one_sentence(says):
+    with pytest.raises(UserError) as error:
+        Tools(REFUSED[says])
+    assert str(error.value).startswith(says) and "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def test_names_and_data_that_look_like_keywords_are_none():
+    own = tool(
+        "grep", ["pattern", "$ref"], **{"pattern": TEXT, "$ref": TEXT, "a": {"enum": [{"pattern": "("}], "default": 1}}
+    )
+    tools = Tools([own])
+    arguments = {"pattern": "(", "$ref": "x"}
+    assert parse(hermes("grep", arguments), "hermes", tools).calls == [Call("grep", arguments)]
+
+
+def test_a_number_beyond_floats_is_told():
+    tools = Tools([tool("f", a={"type": "integer", "multipleOf": 0.5})])
+    (call,) = parse(hermes("f", {"a": 10**400}), "hermes", tools).calls
+    assert call.error == "Error: the tool call of f cannot be run: a number is too large."
+
+
+def test_arguments_as_deep_as_allowed():
+    value = 1
+    for _ in range(MOST_NESTED - 1):
+        value = [value]
+    tools = Tools([tool("f", a={})])
+    assert parse(hermes("f", {"a": value}), "hermes", tools).calls == [Call("f", {"a": value})]
+    assert "levels deep" in parse(hermes("f", {"a": [value]}), "hermes", tools).calls[0].error
