@@ -15,6 +15,9 @@ from gspo_jax.errors import UserError
 NAMES = ("judge", "reward_model")
 """Of the rewards, and of their sections in the config."""
 
+_MOST_TOKENS = 1 << 30
+"""Of one call; what a server says beyond that is no count."""
+
 
 class Served(Protocol):
     """A reward that a server gives: called with (prompt, completion, record), or an Asker (asking.py)."""
@@ -59,8 +62,9 @@ class Server:
         reply = await post_json(self._url + path, {"model": self._model, **body}, key=self._key)
         used = reply.get("usage") if isinstance(reply, dict) else None
         if isinstance(used, dict):
-            kinds = ("prompt_tokens", "completion_tokens")
-            self.count(**{kind: used[kind] for kind in kinds if type(used.get(kind)) is int})
+            for kind in ("prompt_tokens", "completion_tokens"):
+                if type(used.get(kind)) is int and 0 <= used[kind] < _MOST_TOKENS:
+                    self.count(**{kind: used[kind]})
         return reply
 
     def count(self, **numbers: int) -> None:

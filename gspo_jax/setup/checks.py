@@ -54,15 +54,16 @@ def check(config: ConfigDict, *, count_devices: Callable[[], int] | None = None)
 def check_elsewhere(config: ConfigDict, *, devices: int) -> list[str]:
     """Check a config for a run on another machine with `devices` (0: unknown). Return what could not be checked.
 
-    `model.folder` and `data.folder` may be missing here.
+    `model.folder`, `data.folder` and servers' keys may be missing here.
 
     Raises:
       UserError: as `check`, or the task needs `data.folder`.
     """
+    config, left = servers.without_keys(config)
     _check_settings(config)
     policy.check_weights(config)
     tasks.check(config.data.task, config.data.folder or None, functions.own(config))
-    folder, left = Path(config.model.folder), []
+    folder = Path(config.model.folder)
     if not config.model.folder or folder.is_dir():
         model = policy.model_config(config)
     else:

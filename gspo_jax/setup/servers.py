@@ -1,5 +1,6 @@
 """Rewards that a server gives, from the config's sections `judge` and `reward_model`."""
 
+import os
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -28,6 +29,16 @@ def make(config: ConfigDict) -> dict[str, Any]:
     if "reward_model" in config.rewards:
         found["reward_model"] = make_reward_model(RewardModelSettings(**config.reward_model.to_dict()))
     return found
+
+
+def without_keys(config: ConfigDict) -> tuple[ConfigDict, list[str]]:
+    """Return the config without keys that this machine lacks, and what they are, in words."""
+    config, left = config.copy_and_resolve_references(), []
+    for name in served.NAMES:
+        if name in config.rewards and (key := config[name].key) not in os.environ and key.isidentifier():
+            config[name].key = ""
+            left.append(f"the key in the environment variable {key}")
+    return config, left
 
 
 def _check_comparisons(config: ConfigDict) -> None:

@@ -26,11 +26,12 @@ from gspo_jax.rewards.reward_model import RewardModel, make_reward_model
 from gspo_jax.rewards.rubric import Rubric, fenced
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.setup import servers as setup_servers
+from gspo_jax.setup.checks import check_elsewhere
 from tests import servers
 from tests.servers import Asked, serving
 
 KEY = "sk-0123456789abcdef"
-FAST = Limits(tries=1, deadline_s=5.0, concurrency=16)
+FAST = Limits(tries=1, deadline_s=20.0, concurrency=16)
 RECORD = {"question": "2+2=?", "answer": "4"}
 
 
@@ -175,6 +176,14 @@ def test_a_server_without_schemas_is_asked_without_and_remembered():
             with pytest.raises(CallFailed, match="HTTP status 400"):
                 calls_lib.run(made("q", "a", RECORD))
         assert "response_format" in server.asked[2].body, "the schema was not at fault"
+
+
+def test_what_a_server_says_of_tokens_is_counted_if_it_can_be():
+    used = iter([{"prompt_tokens": 3}, {"prompt_tokens": -5}, {"prompt_tokens": 10**400}, {"prompt_tokens": "9"}, 7])
+    with serving(lambda asked: asked.reply(_said({"score": 1}, usage=next(used)))) as server:
+        made = _judge(server.url)
+        assert [calls_lib.run(made("q", "a", RECORD)) for _ in range(5)] == [0.1] * 5
+    assert made.take_metrics() == {"judge/calls": 5, "judge/prompt_tokens": 3, "judge/completion_tokens": 0}
 
 
 def test_samples_are_averaged_and_failed_ones_left_out():
@@ -459,6 +468,16 @@ def test_what_cannot_work_is_refused_before_any_work(config, field, value, says)
     with pytest.raises(UserError, match=says) as raised:
         setup_servers.make(config)
     assert KEY not in str(raised.value) and "\n" not in str(raised.value) and len(str(raised.value)) < 300
+
+
+def test_a_key_may_be_missing_where_the_run_is_only_planned(config, monkeypatch):
+    monkeypatch.delenv("JUDGE_KEY")
+    assert "the key in the environment variable JUDGE_KEY" in check_elsewhere(config, devices=0)
+    assert config.judge.key == "JUDGE_KEY"
+    config.judge.key = KEY
+    with pytest.raises(UserError, match=r"judge\.key is not the name") as raised:
+        check_elsewhere(config, devices=0)
+    assert KEY not in str(raised.value)
 
 
 def test_a_key_of_several_words_is_refused(config, monkeypatch):
