@@ -162,6 +162,32 @@ def base() -> ConfigDict:
     # Share of a batch's responses that a reward may leave without a score. With more, and at least 8, the run ends.
     config.scoring.most_failed = 0.5
 
+    # The reward `judge`: a language model behind a server of the OpenAI chat completions protocol.
+    config.judge = ConfigDict()
+    config.judge.url = ""  # what comes before /chat/completions, such as "http://host:8000/v1"
+    config.judge.model = ""  # name under which the server has the model
+    config.judge.key = ""  # name of the environment variable with the API key, never the key itself. Empty: none
+    config.judge.rubric = ""  # file with what the judge is asked, with {prompt}, {completion} and {record[FIELD]}
+    config.judge.low = 0.0  # ends of the rubric's scale. The reward is 0 at `low` …
+    config.judge.high = 10.0  # … and 1 at `high`
+    config.judge.samples = 1  # verdicts per response, averaged
+    config.judge.temperature = placeholder(float)  # of the judge. None: the server's own
+    config.judge.max_tokens = placeholder(int)  # maximum tokens of a verdict, thoughts included. None: the server's own
+    # Compare the responses of a group instead, by a rubric with {completion_a} and {completion_b}. The reward is the
+    # share of comparisons won.
+    config.judge.pairwise = False
+    # Pairwise: compare each response with this many that follow it in its group, in a ring. None: all with all.
+    config.judge.pairs = placeholder(int)
+
+    # The reward `reward_model`: a model behind a server that scores texts.
+    config.reward_model = ConfigDict()
+    config.reward_model.url = ""  # what comes before the path of the form, such as "http://host:8000"
+    config.reward_model.model = ""  # name under which the server has the model
+    config.reward_model.key = ""  # name of the environment variable with the API key, as judge.key
+    config.reward_model.form = "classify"  # request to vLLM ("classify", "pooling", "score") or SGLang ("sglang")
+    # File with the text to score, with {prompt} and {completion}. Empty: turns, for the server's chat template.
+    config.reward_model.template = ""
+
     config.step_rewards = ConfigDict()  # step-reward function: weight. For objectives with per-token advantages
     config.overlong = ConfigDict()  # DAPO's soft overlong punishment
     config.overlong.penalty = 0.0  # its weight in the reward, 0: off
@@ -407,6 +433,13 @@ RANGES = {
     "scoring.most_failed": FRACTION,
     "objective.advantage": _one_of(*advantages.__all__, "", note=" for the objective's own"),
     "objective.turn_discount": FRACTION,
+    "judge.low": FINITE,
+    "judge.high": FINITE,
+    "judge.samples": COUNT,
+    "judge.temperature": NOT_NEGATIVE,
+    "judge.max_tokens": COUNT,
+    "judge.pairs": COUNT,
+    "reward_model.form": _one_of("classify", "pooling", "score", "sglang"),
     "overlong.penalty": NOT_NEGATIVE,
     "mismatch.negative_mask": NOT_NEGATIVE,
     "overlong.cache": COUNT_OR_0,
@@ -443,6 +476,10 @@ MAY_CHANGE = (
     "log.",
     "checkpoint.",
     "scoring.",
+    "judge.url",
+    "judge.key",
+    "reward_model.url",
+    "reward_model.key",
     "data.data_dir",
     "cpu_devices",
     "processes.",

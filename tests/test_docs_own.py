@@ -52,7 +52,12 @@ def _words(command: str, module: str = "train") -> list[str]:
 
 
 def test_every_example_has_a_page():
-    assert PAGES.keys() == {path.stem for path in (ROOT / "examples").glob("*.py")} - {"mixture", "own_loop", "trials"}
+    assert PAGES.keys() == {path.stem for path in (ROOT / "examples").glob("*.py")} - {
+        "judge_server",
+        "mixture",
+        "own_loop",
+        "trials",
+    }
     for example in (ROOT / "examples").glob("*.jsonl"):
         assert len(example.read_bytes().splitlines()) < 40
 
@@ -182,6 +187,23 @@ def _written(name: str, text: str, *, then: Callable[[ConfigDict], Any] = check)
     return make
 
 
+def _template(text: str) -> Callable[[ConfigDict], Any]:
+    """Return a mistake in the judge's template."""
+
+    def make(config: ConfigDict) -> None:
+        Path("mine.txt").write_text(text, encoding="utf-8")
+        config.judge.rubric = "mine.txt"
+        check(config)
+
+    return make
+
+
+def _comparing(config: ConfigDict) -> None:
+    """Have comparisons decide what is correct."""
+    config.judge.pairwise, config.judge.rubric, config.eval.correct = True, "examples/comparison.txt", "judge"
+    check(config)
+
+
 def _reply(config: ConfigDict) -> None:
     """Have the config's environment reply to the end of a turn."""
     tokenizer = Tokenizer.load(ADDER)
@@ -206,6 +228,14 @@ MISTAKES: dict[str, dict[str, Callable[[ConfigDict], Any]]] = {
         "`def brief(completion)`": _written("brief", "def brief(completion): return 1.0"),
         "a weight that is no number": lambda _: cli.read_config(["--config=tiny", "--config.rewards.brief=much"]),
         "`eval.correct` is no reward of the run": _set("eval.correct", "right"),
+    },
+    "judge": {
+        "no `judge.url`": _set("judge.url", ""),
+        "a key in place of its name": _set("judge.key", "sk-0123456789"),
+        "a variable that is not set": _set("judge.key", "JUDGE_KEY"),
+        "another file": _set("judge.rubric", "rubrics.txt"),
+        "another placeholder": _template("{competion}"),
+        "comparisons that decide what is correct": _comparing,
     },
     "step_reward": {
         "an objective with one advantage per response": _set("objective.name", "gspo"),

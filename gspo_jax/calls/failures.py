@@ -12,6 +12,8 @@ _PASSING = frozenset([408, 409, 425, 429, 500, 502, 503, 504, 529])
 """HTTP statuses of failures that pass."""
 _PASSING_NAMES = frozenset(["APIConnectionError", "APITimeoutError", "RemoteProtocolError", "ServerDisconnectedError"])
 """Clients' exceptions that pass and derive from none of Python's own for such failures."""
+_ENDED = ("disconnected", "closed connection", "IncompleteRead")
+"""Words of clients' exceptions for a reply that ends early."""
 _NETWORK = ("httpx", "httpcore", "aiohttp", "requests", "urllib3", "openai", "anthropic", "mcp", "websockets")
 """Packages whose exceptions are failures of calls, never mistakes of the function that calls."""
 _LONGEST = 200
@@ -20,16 +22,25 @@ _LONGEST = 200
 class CallFailed(Exception):
     """A call without a result."""
 
-    def __init__(self, cause: str, *, retry: bool = False, after_s: float | None = None):
+    def __init__(self, cause: str, *, retry: bool = False, after_s: float | None = None, detail: str = ""):
         """Say why.
 
         Args:
           cause: a few words, the same for all failures of a kind, e.g. "HTTP status 503".
           retry: whether another attempt may succeed.
           after_s: seconds that the server asks to wait before it.
+          detail: what the server says, which may differ from call to call.
         """
         super().__init__(cause)
-        self.retry, self.after_s = retry, after_s
+        self.retry, self.after_s, self.detail = retry, after_s, detail
+        self.status: int | None = None
+
+    @classmethod
+    def of_status(cls, status: int, *, after_s: float | None = None, detail: str = "") -> "CallFailed":
+        """Return the failure of a call that was answered with an HTTP status; some pass."""
+        failure = cls(f"HTTP status {status}", retry=status in _PASSING, after_s=after_s, detail=detail)
+        failure.status = status
+        return failure
 
 
 def is_failure(error: BaseException) -> bool:
@@ -90,10 +101,19 @@ def cause_of(error: BaseException) -> str:
             return "connection refused"
         if isinstance(each, ConnectionResetError):
             return "connection reset"
-    if isinstance(error, TimeoutError):
+    if isinstance(error, TimeoutError) or type(error).__name__.endswith("Timeout"):
         return "timed out"
     text = " ".join(str(error).split())
+    if passes(error) and any(words in text for words in _ENDED):
+        return "the server ended the connection"
     return _short(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+def sentence_of(error: BaseException) -> str:
+    """Return the cause, and what the server says about it, without secrets."""
+    detail = error.detail if isinstance(error, CallFailed) else ""
+    said = "".join(each if each.isprintable() else " " for each in redacted(detail))
+    return cause_of(error) + (f": {_short(' '.join(said.split()))}" if said.strip() else "")
 
 
 def _short(text: str) -> str:

@@ -1,8 +1,10 @@
 """What becomes of a call."""
 
-from collections.abc import Callable
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 Value = TypeVar("Value", covariant=True)
@@ -44,6 +46,39 @@ def mapped(future: "Future[Value]", then: Callable[[Any], Other]) -> "Future[Oth
 
     future.add_done_callback(done)
     return other
+
+
+def joined(futures: "Sequence[Future[Value]]", then: Callable[[list[Any]], Other]) -> "Future[Other]":
+    """Return a future of `then(results)` of one or more futures. Cancelling it has no effect."""
+    other, left, lock = Future[Other](), len(futures), threading.Lock()
+    other.set_running_or_notify_cancel()
+
+    def done(_: "Future[Value]") -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            try:
+                other.set_result(then([future.result() for future in futures]))
+            except BaseException as error:
+                other.set_exception(error)
+
+    for future in futures:
+        future.add_done_callback(done)
+    return other
+
+
+def mean(outcomes: "Sequence[Outcome[float]]") -> "Outcome[float]":
+    """Return the mean of the values that there are; without any, the most frequent failure."""
+    values = [outcome.value for outcome in outcomes if outcome.value is not None]
+    queued_s = max((outcome.queued_s for outcome in outcomes if outcome.queued_s is not None), default=None)
+    retries = sum(outcome.retries for outcome in outcomes)
+    if values:
+        return Outcome(sum(values) / len(values), queued_s=queued_s, retries=retries)
+    cause = Counter(outcome.failed_by for outcome in outcomes).most_common(1)[0][0]
+    first = next(outcome for outcome in outcomes if outcome.failed_by == cause)
+    return replace(first, queued_s=queued_s, retries=retries)
 
 
 def settled(value: Other) -> "Future[Other]":

@@ -27,7 +27,7 @@ from gspo_jax.calls.calls import Calls, Limits
 from gspo_jax.calls.outcomes import Outcome, settled
 from gspo_jax.errors import ScoringFailed, StopRequested, UserError, choices
 from gspo_jax.parallel import hosts
-from gspo_jax.rewards import code, code_records, functions
+from gspo_jax.rewards import code, code_records, functions, served
 from gspo_jax.rewards.asking import Asker, Questions, Row
 from gspo_jax.rewards.certain import DECIDERS
 from gspo_jax.rewards.pool import Pool, to_outcome
@@ -120,6 +120,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         self._watches = {name: BrokenWatch("reward", name) for name in functions}
         self._functions, self._isolated, self._programs, waiting = find(functions, own or {}, askers or {})
         self._questions = {name: Questions(function, Calls(limits)) for name, function in waiting.items()}
+        self._served: list[served.Served] = [waiting[name] for name in served.NAMES if name in waiting]  # type: ignore[misc]
         self._timeout_s, self._limits, self._most_failed = timeout_s, limits, most_failed
         self._causes: dict[str, collections.Counter[str]] = {}
         self._asked_since: float | None = None
@@ -223,6 +224,10 @@ class Scorer(AbstractContextManager["Scorer"]):
                     f"{causes.most_common(1)[0][0]}; the limit is scoring.most_failed={self._most_failed:g}. Mend what "
                     "it asks, then start the same command again"
                 )
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return what asking servers has cost this process since the last time."""
+        return {name: value for each in self._served for name, value in each.take_metrics().items()}
 
     def asks(self, name: str, record: dict[str, Any]) -> bool:
         """Return True if a function scores completions for a record."""
@@ -388,6 +393,8 @@ def find(
 
 def is_graded(name: str, own: Mapping[str, str]) -> bool:
     """Return True if a reward function is marked by `rewards.graded`. Arguments and errors are `find`'s."""
+    if name in served.NAMES:
+        return False
     found = find([name], own)
     known = found.here | found.programs | found.waiting
     function = references.function(found.isolated[name]) if name in found.isolated else known[name]

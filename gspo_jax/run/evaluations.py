@@ -54,8 +54,8 @@ class Evaluations:
         return self._judges(done) or any(self._is_due(each, done) for each in every)
 
     def _judges(self, done: int) -> bool:
-        """Return True if held-out prompts are due, and a reward decides which responses to them are correct."""
-        return bool(self.config.eval.correct) and self._is_due(self.config.eval.every, done)
+        """Return True if held-out prompts are due, and there are rewards for responses to them."""
+        return bool(self.config.rewards) and self._is_due(self.config.eval.every, done)
 
     def _is_due(self, every: int, done: int) -> bool:
         return done % every == 0 or done == self.config.iterations

@@ -20,7 +20,7 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import Objective
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rewards import environments, scorer, steps
-from gspo_jax.setup import data, functions, inputs, learning, meshes, players, policy, teacher
+from gspo_jax.setup import data, functions, inputs, learning, meshes, players, policy, servers, teacher
 from gspo_jax.setup.fields import at, check_fields
 from gspo_jax.training import shaping
 from gspo_jax.training.state import make_optimizer
@@ -56,15 +56,16 @@ def check(config: ConfigDict, *, count_devices: Callable[[], int] | None = None)
 def check_elsewhere(config: ConfigDict, *, devices: int) -> list[str]:
     """Check a config for a run on another machine with `devices` (0: unknown). Return what could not be checked.
 
-    `model.folder` and `data.folder` may be missing here.
+    `model.folder`, `data.folder` and servers' keys may be missing here.
 
     Raises:
       UserError: as `check`, or the task needs `data.folder`.
     """
+    config, left = servers.without_keys(config)
     _check_settings(config)
     policy.check_weights(config)
     tasks.check(config.data.task, config.data.folder or None, functions.own(config))
-    folder, left = Path(config.model.folder), []
+    folder = Path(config.model.folder)
     if not config.model.folder or folder.is_dir():
         model = policy.model_config(config)
     else:
@@ -117,6 +118,7 @@ def _check_places(config: ConfigDict) -> None:
     places = inputs.places(config) | {
         f"{section}.folder": config[section].folder for section in ("model", "adapter", "teacher")
     }
+    places |= {name: at(config, name) for name in servers.FILES}
     places |= {f"benchmarks.{name}.data": section.data for name, section in config.benchmarks.items()}
     for name, place in places.items():
         foreign.check_name(place, f"--config.{name}")
@@ -162,7 +164,7 @@ def _check_rewards(config: ConfigDict) -> None:
                 f"data.sources.{name} is judged by {correct!r}, which does not score it; set its `correct` to one of "
                 f"{', '.join(own_rewards)}"
             )
-    found = scorer.find(config.rewards, own)
+    found = scorer.find(config.rewards, own, servers.make(config))
     if (found.programs or config.environment.name in environments.SANDBOXED) and not config.scoring.unsafe:
         sandbox.check_bubblewrap()
     scorer.check_names("step reward", config.step_rewards, [*steps.__all__, *own])

@@ -26,7 +26,7 @@ from gspo_jax.parallel import processes
 from gspo_jax.rewards import code, code_records, environments
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.step_scorer import StepScorer
-from gspo_jax.setup import functions
+from gspo_jax.setup import functions, servers
 from gspo_jax.types import Prompts
 
 Scores = Callable[[str, Record], bool]
@@ -161,6 +161,7 @@ def make_scorer(config: ConfigDict, *, scores: Scores | None = None) -> Scorer:
         workers=scoring_workers(config),
         unsafe=scoring.unsafe,
         scores=scores or _scores(config),
+        askers=servers.make(config),
         limits=call_limits(config),
         most_failed=scoring.most_failed,
         environment=scoring.environment,

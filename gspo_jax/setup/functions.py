@@ -10,7 +10,7 @@ from gspo_jax import objectives, references
 from gspo_jax.data import tasks
 from gspo_jax.errors import UserError
 from gspo_jax.objectives import mismatch
-from gspo_jax.rewards import code, environments, functions, steps
+from gspo_jax.rewards import code, environments, functions, served, steps
 
 Function = Callable[..., Any]
 
@@ -31,7 +31,7 @@ def load(config: ConfigDict) -> dict[str, Function]:
     from gspo_jax.rewards import isolated  # takes a second
 
     catalogues = {
-        "reward": (*functions.__all__, *isolated.__all__, *code.__all__),
+        "reward": (*functions.__all__, *isolated.__all__, *code.__all__, *served.NAMES),
         "step reward": steps.__all__,
         "environment": environments.__all__,
         "objective": objectives.catalogue.__all__,

@@ -8,7 +8,8 @@ from gspo_jax import foreign, references
 from gspo_jax.data import tokenizer
 from gspo_jax.data.contents import file_digest
 from gspo_jax.models.config_json import CONFIG
-from gspo_jax.setup import functions
+from gspo_jax.setup import functions, servers
+from gspo_jax.setup.fields import at
 
 MODEL_FILES = (CONFIG, *tokenizer.FILES)
 
@@ -22,6 +23,7 @@ def of_run(config: ConfigDict, folder: Path) -> dict[str, str]:
     there = [name for name in MODEL_FILES if foreign.is_file(folder / name, inside=folder)]
     found = {f"{name} of the model": file_digest(folder / name) for name in there}
     found |= {"data.few_shot": file_digest(Path(config.data.few_shot))} if config.data.few_shot else {}
+    found |= {name: file_digest(Path(at(config, name))) for name in servers.FILES if _used(config, name)}
     return {name: one for name, one in (found | of_functions(config)).items() if one}
 
 
@@ -29,6 +31,10 @@ def of_teacher(config: ConfigDict) -> dict[str, str]:
     """Return the digest of the teacher's config.json, if there is a teacher, by name in messages."""
     folder = config.teacher.folder
     return {f"{CONFIG} of the teacher": file_digest(Path(folder) / CONFIG)} if folder else {}
+
+
+def _used(config: ConfigDict, name: str) -> bool:
+    return name.partition(".")[0] in config.rewards and bool(at(config, name))
 
 
 def of_functions(config: ConfigDict) -> dict[str, str]:

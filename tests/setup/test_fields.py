@@ -51,6 +51,8 @@ LEGITIMATE = {
     "training.entropy_weight": (-1.0,),  # rewards certainty
     "rewards.exact_answer": (-1.0,),  # a punishment
     "step_rewards.countdown_steps": (-1.0,),
+    "judge.low": (-1.0,),
+    "judge.high": (-1.0,),
     "benchmarks.*.every": (0,),
     "routing.noise_every": (0,),
     "objective.dppo_tv.high": (),  # a probability
