@@ -149,8 +149,11 @@ class Calls(AbstractContextManager["Calls"]):
 
 async def called(function: Callable[..., Any], *arguments: Any) -> Any:
     """Return what a function returns: awaited, or called in a thread unless it is a coroutine function."""
-    value = await (function(*arguments) if is_async(function) else _threads.submit(function, arguments))
-    return await value if inspect.isawaitable(value) else value
+    try:
+        value = await (function(*arguments) if is_async(function) else _threads.submit(function, arguments))
+        return await value if inspect.isawaitable(value) else value
+    except (KeyboardInterrupt, SystemExit) as error:  # would end the loop
+        raise _not_stop(error) from None
 
 
 def is_async(function: Callable[..., Any]) -> bool:

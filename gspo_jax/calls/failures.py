@@ -10,12 +10,19 @@ from gspo_jax.secrets import redacted
 
 _PASSING = frozenset([408, 409, 425, 429, 500, 502, 503, 504, 529])
 """HTTP statuses of failures that pass."""
-_PASSING_NAMES = frozenset(["APIConnectionError", "APITimeoutError", "RemoteProtocolError", "ServerDisconnectedError"])
+_PASSING_NAMES = frozenset(
+    [
+        *("APIConnectionError", "APITimeoutError", "RemoteProtocolError", "ServerDisconnectedError"),
+        *("ClosedResourceError", "BrokenResourceError", "EndOfStream"),
+    ]
+)
 """Clients' exceptions that pass and derive from none of Python's own for such failures."""
 _ENDED = ("disconnected", "closed connection", "IncompleteRead")
 """Words of clients' exceptions for a reply that ends early."""
-_NETWORK = ("httpx", "httpcore", "aiohttp", "requests", "urllib3", "openai", "anthropic", "mcp", "websockets")
+_NETWORK = ("httpx", "httpcore", "aiohttp", "requests", "urllib3", "openai", "anthropic", "mcp", "websockets", "anyio")
 """Packages whose exceptions are failures of calls, never mistakes of the function that calls."""
+_MCP_CLOSED = -32000
+"""Code of an MCP session that has ended."""
 _LONGEST = 200
 
 
@@ -45,6 +52,7 @@ class CallFailed(Exception):
 
 def is_failure(error: BaseException) -> bool:
     """Return True for a failure of a call; False for a mistake of the function that made it, as a KeyError."""
+    error = _only(error)
     if isinstance(error, CallFailed | OSError | TimeoutError) or _status(error) is not None:
         return True
     return type(error).__module__.partition(".")[0] in _NETWORK
@@ -52,6 +60,7 @@ def is_failure(error: BaseException) -> bool:
 
 def passes(error: BaseException) -> bool:
     """Return True if another attempt may succeed."""
+    error = _only(error)
     if isinstance(error, CallFailed):
         return error.retry
     if any(isinstance(each, ssl.SSLCertVerificationError) for each in _causes(error)):
@@ -61,12 +70,15 @@ def passes(error: BaseException) -> bool:
         return status in _PASSING
     if isinstance(error, ConnectionError | TimeoutError) or type(error).__name__ in _PASSING_NAMES:
         return True
+    if type(error).__name__ == "MCPError":
+        return getattr(error, "code", None) == _MCP_CLOSED
     names = {each.__name__ for each in type(error).__mro__}
     return bool(names & {"TransportError", "ClientConnectionError"}) and "UnsupportedProtocol" not in names
 
 
 def after_s(error: BaseException) -> float | None:
     """Return the seconds that a server asks to wait before another attempt, as by the header Retry-After."""
+    error = _only(error)
     if isinstance(error, CallFailed):
         return error.after_s
     headers = getattr(getattr(error, "response", error), "headers", None)
@@ -89,6 +101,7 @@ def retry_after(header: str | None) -> float | None:
 
 def cause_of(error: BaseException) -> str:
     """Return a few words to count failures by, without secrets."""
+    error = _only(error)
     if isinstance(error, CallFailed):
         return _short(str(error))
     if any(isinstance(each, ssl.SSLCertVerificationError) for each in _causes(error)):
@@ -114,6 +127,14 @@ def sentence_of(error: BaseException) -> str:
     detail = error.detail if isinstance(error, CallFailed) else ""
     said = "".join(each if each.isprintable() else " " for each in redacted(detail))
     return cause_of(error) + (f": {_short(' '.join(said.split()))}" if said.strip() else "")
+
+
+def _only(error: BaseException) -> BaseException:
+    """Return the error; of a group, as task groups raise them, the first that is no failure, else the first."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    each = [_only(inner) for inner in error.exceptions]
+    return next((inner for inner in each if not is_failure(inner)), each[0])
 
 
 def _short(text: str) -> str:

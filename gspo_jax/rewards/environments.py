@@ -11,19 +11,22 @@ A class is made without arguments for each episode. Its methods may be coroutine
                       of the turn: (reply, reward). Also called after the last turn, for its reward alone
     close()           the episode is over
 
-`reset` and `close` may be left out. With a class attribute `tools`, schemas in OpenAI's form, the chat template shows
-them, and a message has the turn's `tool_calls`.
+`reset` and `close` may be left out. With a class attribute `tools`, schemas in OpenAI's form or a static method that
+returns them, the chat template shows them, and a message has the turn's `tool_calls` (tools.py runs them).
 
 Those in SANDBOXED return a program, and its output in the sandbox is the reply (replies.py). Add new functions to
 `__all__`.
 """
 
+import asyncio
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from gspo_jax import references
+from gspo_jax.calls import calls, failures
 from gspo_jax.errors import UserError
 from gspo_jax.rewards import blocks
 from gspo_jax.rewards.answers import final_answer
@@ -35,6 +38,8 @@ from gspo_jax.tool_calls import Tools
 __all__ = ["calculator", "countdown_feedback", "python"]
 
 SANDBOXED = ("python",)
+LISTING_S = 60.0
+"""Seconds for a class to list its tools."""
 
 Environment = Callable[[str, str, Record], Any]
 """A function, or a class."""
@@ -95,9 +100,21 @@ def find(name: str, own: Mapping[str, str] | None = None) -> Environment:
     return environment
 
 
+@functools.cache
 def tools_of(environment: Any) -> Tools | None:
-    """Return the tools of an environment's class, None without."""
+    """Return the tools of an environment's class, None without. A method that lists them is called once.
+
+    Raises:
+      UserError: they are malformed, or cannot be listed within LISTING_S.
+    """
     schemas = getattr(environment, "tools", None)
+    if callable(schemas):
+        try:
+            schemas = calls.run(asyncio.wait_for(calls.called(schemas), LISTING_S))
+        except Exception as error:
+            raise UserError(
+                f"{environment.__name__}.tools failed: {failures.cause_of(error)}; mend it, or start what it asks"
+            ) from error
     return None if not schemas else Tools(schemas)
 
 

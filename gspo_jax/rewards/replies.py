@@ -23,10 +23,9 @@ from gspo_jax.calls.outcomes import Outcome, mapped, settled
 from gspo_jax.errors import ScoringFailed, StopRequested, UserError
 from gspo_jax.rewards import environments, scores
 from gspo_jax.rewards.scorer import FEWEST_FAILURES, LOOK_S, BrokenWatch, check_loop, unless_stopped
+from gspo_jax.rewards.tools import shortened
 from gspo_jax.sandbox import Request, Sandbox, Verdict
 
-MAX_CHARACTERS = 1000
-"""Maximum characters of shown output. The middle of longer output is cut."""
 NO_OUTPUT = "(no output)\n"
 BROKEN = "(the program could not be run)\n"
 CLOSING_S = 5.0
@@ -273,14 +272,11 @@ def _tool_message(number: int, name: str, content: str) -> dict[str, str]:
 
 
 def shown(verdict: Verdict) -> str:
-    """Return the reply with a program's result, with at most MAX_CHARACTERS of output."""
+    """Return the reply with a program's result, with a long output shortened."""
     if verdict.broken:
         logging.warning("a program of an environment could not be run: %s", verdict.broken)
         return BROKEN
-    output = verdict.output.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    half = MAX_CHARACTERS // 2
-    if len(output) > MAX_CHARACTERS:
-        output = f"{output[:half]}\n...\n{output[-half:]}"
+    output = shortened(verdict.output.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
     if output and not output.endswith("\n"):
         output += "\n"
     return output + (f"{verdict.why}\n" if verdict.why else "") or NO_OUTPUT

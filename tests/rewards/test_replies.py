@@ -8,7 +8,8 @@ from gspo_jax import sandbox
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import StopRequested, UserError
 from gspo_jax.rewards import replies
-from gspo_jax.rewards.replies import BROKEN, MAX_CHARACTERS, NO_OUTPUT, Replies, Setting, TurnOver
+from gspo_jax.rewards.replies import BROKEN, NO_OUTPUT, Replies, Setting, TurnOver
+from gspo_jax.rewards.tools import MAX_CHARACTERS
 from gspo_jax.rollout import episodes as rollout
 from gspo_jax.sandbox import Verdict
 from gspo_jax.setup.turns import TokenTurns
