@@ -19,7 +19,9 @@ _PASSING_NAMES = frozenset(
 """Clients' exceptions that pass and derive from none of Python's own for such failures."""
 _ENDED = ("disconnected", "closed connection", "IncompleteRead")
 """Words of clients' exceptions for a reply that ends early."""
-_NETWORK = ("httpx", "httpcore", "aiohttp", "requests", "urllib3", "openai", "anthropic", "mcp", "websockets", "anyio")
+_NETWORK = frozenset(
+    "httpx httpcore httpx2 httpcore2 aiohttp requests urllib3 openai anthropic mcp websockets anyio".split()
+)
 """Packages whose exceptions are failures of calls, never mistakes of the function that calls."""
 _MCP_CLOSED = -32000
 """Code of an MCP session that has ended."""
