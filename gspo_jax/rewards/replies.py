@@ -104,8 +104,10 @@ class Replies(AbstractContextManager["Replies"]):
             limits = dataclasses.replace(limits, tries=1)
         self.tool_format = ""
         """Format of tool calls, one of `tool_calls.FORMATS`; to be set for an environment with tools."""
-        self._calls, self._watch = Calls(limits), BrokenWatch("environment", name)
+        self._calls, self._closings = Calls(limits), Calls(dataclasses.replace(limits, tries=1))
+        self._watch = BrokenWatch("environment", name)
         self._live: dict[bytes, _Live] = {}
+        self._ending = set[Future[Outcome[Any]]]()
         sandboxed = name in environments.SANDBOXED
         self._sandbox = Sandbox(workers=setting.workers, unsafe=setting.unsafe) if sandboxed else None
         self.interrupted: Callable[[], bool] = lambda: False
@@ -115,6 +117,10 @@ class Replies(AbstractContextManager["Replies"]):
     def opens(self) -> bool:
         """True if the environment may begin episodes with messages of its own."""
         return self.is_object and hasattr(self._answer, "reset")
+
+    def renew(self) -> None:
+        """Call again whoever did not answer before."""
+        self._calls.renew()
 
     def open(self, id: bytes, record: dict[str, Any]) -> "Future[Outcome[Any]]":
         """Make an episode's environment, and return what it begins with: messages, a text, or None."""
@@ -153,23 +159,28 @@ class Replies(AbstractContextManager["Replies"]):
     def finish(self, ids: Sequence[bytes]) -> None:
         """Close the environments of episodes that are over, without waiting for it."""
         for id in ids:
-            live = self._live.pop(id, None)
-            if live is not None and hasattr(live.made, "close"):
-                self._calls.submit(live.made.close).add_done_callback(self._closed)
+            self._end(self._live.pop(id, None))
 
     def close(self) -> None:
         """Close all environments and end the sandboxes. Idempotent."""
-        ends = [self._calls.submit(x.made.close) for x in self._live.values() if hasattr(x.made, "close")]
-        self._live.clear()
-        wait(ends, timeout=CLOSING_S)
-        self._calls.close()
+        self.finish(list(self._live))
+        wait(set(self._ending), timeout=CLOSING_S)
+        for calls in (self._calls, self._closings):
+            calls.close()
         if self._sandbox is not None:
             self._sandbox.close()
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _end(self, live: _Live | None) -> None:
+        if live is not None and hasattr(live.made, "close"):
+            end = self._closings.submit(live.made.close)
+            self._ending.add(end)
+            end.add_done_callback(self._closed)
+
     async def _opened(self, id: bytes, record: dict[str, Any]) -> Any:
+        self._end(self._live.pop(id, None))
         live = self._live[id] = _Live(self._answer())  # type: ignore[call-arg]
         return await called(live.made.reset, record) if hasattr(live.made, "reset") else None
 
@@ -179,15 +190,15 @@ class Replies(AbstractContextManager["Replies"]):
             await self._opened(turn.id, turn.record)
             live = self._live[turn.id]
         reply = Reply(None)
-        for said in turn.turns[live.turns :]:
+        for number in range(live.turns, len(turn.turns)):
             live.turns += 1
-            reply = await self._step(live.made, turn, said)
+            reply = await self._step(live.made, turn.turns[number], _before(turn, number))
         return reply
 
-    async def _step(self, made: Any, turn: TurnOver, said: str) -> Reply:
+    async def _step(self, made: Any, said: str, before: str) -> Reply:
+        """Take a turn, which continues a text."""
         if self.tools is None:
             return self._understood(await called(made.step, {"role": "assistant", "content": said}), tools=False)
-        before = turn.prompt if len(turn.turns) == 1 else turn.completion.removesuffix(said)
         content, calls = tool_calls.parse(said, self.tool_format, self.tools, before=before)
         wrong = [_tool_message(i, call.name, call.error) for i, call in enumerate(calls) if call.error]
         right = [(i, call) for i, call in enumerate(calls) if not call.error]
@@ -251,9 +262,23 @@ class Replies(AbstractContextManager["Replies"]):
             )
 
     def _closed(self, end: "Future[Outcome[Any]]") -> None:
+        self._ending.discard(end)
         outcome = end.result()
         if outcome.error is not None:
+            self._closings.renew()  # one that fails keeps no other from being closed
             logging.warning("environment %r could not be closed: %s", self._name, outcome.failed_by)
+
+
+def _before(turn: TurnOver, number: int) -> str:
+    """Return the text that one of an episode's turns continues."""
+    if number == 0:
+        return turn.prompt
+    at = 0
+    for said in turn.turns[:number]:
+        at = max(at, turn.completion.find(said, at)) + len(said)
+    last = number + 1 == len(turn.turns)
+    at = turn.completion.rfind(turn.turns[number], at) if last else turn.completion.find(turn.turns[number], at)
+    return turn.completion[: max(0, at)]
 
 
 def _reply_of(outcome: Outcome[Any]) -> Outcome[Reply]:

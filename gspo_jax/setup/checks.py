@@ -9,6 +9,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from gspo_jax import foreign, sandbox
+from gspo_jax.calls.calls import is_async
 from gspo_jax.config import FRACTION
 from gspo_jax.data import files, tasks
 from gspo_jax.data.benchmarks import BENCHMARKS
@@ -173,6 +174,20 @@ def _check_rewards(config: ConfigDict) -> None:
             function = found.waiting.get(name) if kind == "reward" else None
             plural = getattr(function, "batched", False)
             functions.check_calls(config, kind, name, *(f"{each}s" if plural else each for each in ARGUMENTS))
+            _check_waiting(config, kind, name)
+
+
+def _check_waiting(config: ConfigDict, kind: str, name: str) -> None:
+    """Raise a UserError for a function that waits for others where nobody awaits it."""
+    function = functions.load(config).get(name)
+    marks = [mark for mark in ("own_process", "batched") if getattr(function, mark, False)]
+    if len(marks) == 2:
+        raise UserError(f"functions.{name} is marked own_process and batched; use one of the two")
+    if function is None or not is_async(function):
+        return
+    if kind == "step reward" or "own_process" in marks:
+        where = "step rewards" if kind == "step reward" else "functions marked own_process"
+        raise UserError(f"functions.{name} is a coroutine function, and {where} are none; write def, not async def")
 
 
 def _check_episode_rewards(config: ConfigDict) -> None:

@@ -33,6 +33,7 @@ class TokenTurns:
         """Let the environment begin episodes; see `Environment`."""
         if not self._replies.opens:
             return [(None, False)] * len(turns)
+        self._replies.renew()
         pending = [self._replies.open(turn.id, turn.record) for turn in turns]
         self._replies.wait(pending)
         outcomes = [self._opened(turn, each.result()) for turn, each in zip(turns, pending, strict=True)]
@@ -41,6 +42,7 @@ class TokenTurns:
 
     def begin(self, turns: Sequence[TurnOver]) -> "list[Future[Answer]]":
         """Begin to answer turns; see `Environment`."""
+        self._replies.renew()
         return [self._begin(turn, self._said(turn)) for turn in turns]
 
     def wait(self, pending: "Sequence[Future[Answer]]", *, within_s: float = math.inf) -> None:

@@ -1,10 +1,12 @@
 """Replies of the environments, with real sandboxes."""
 
+import sys
 import time
 
 import pytest
 
 from gspo_jax import sandbox
+from gspo_jax.calls.calls import Limits
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import StopRequested, UserError
 from gspo_jax.rewards import replies
@@ -119,3 +121,80 @@ def written(tmp_path):
         return Replies("mine", Setting(own={"mine": f"{tmp_path / 'mine.py'}:mine"}, **setting))
 
     return write
+
+
+OBJECTS = """
+from gspo_jax.calls.failures import CallFailed
+
+log, failing = [], []
+
+class mine:
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+
+    def reset(self, record):
+        log.append("reset")
+
+    def step(self, message):
+        if failing:
+            raise CallFailed("away")
+        log.append("calls" if "tool_calls" in message else "says")
+        return "."
+
+    def close(self):
+        log.append("close")
+        raise CallFailed("cannot close")
+"""
+LOOK = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture
+def objects(written):
+    """Return replies of objects, with what they logged and a list that is not empty while they fail."""
+    with written(OBJECTS, limits=Limits(concurrency=2)) as made:
+        made.tool_format = "hermes"
+        module = sys.modules[made._answer.__module__]
+        yield made, module.log, module.failing
+
+
+def outcome(made, id, completion, *turns):
+    pending = made.begin(TurnOver(id, "?", {}, completion, turns))
+    made.wait([pending])
+    return pending.result()
+
+
+def test_an_environment_that_was_away_is_asked_again_by_the_next_turns(objects):
+    made, _, failing = objects
+    turns = token_turns(made, Tokenizer.load(ADDER))
+    failing.append(True)
+    assert replies_to(turns, *[[1]] * 6) == [None] * 6
+    failing.clear()
+    assert None not in replies_to(turns, [2])
+
+
+def test_every_environment_is_closed_whatever_fails(objects):
+    made, log, failing = objects
+    failing.append(True)
+    for i in range(6):
+        made.renew()
+        outcome(made, bytes([i]), "", "")
+    made.finish([bytes([i]) for i in range(5)])
+    made.close()
+    assert log.count("close") == 6
+
+
+def test_an_episode_that_begins_anew_closes_its_first_environment(objects):
+    made, log, _ = objects
+    for _ in range(2):
+        assert made.open(b"0", {}).result(timeout=30).error is None
+    made.close()
+    assert sorted(log) == ["close", "close", "reset", "reset"]
+
+
+def test_an_earlier_turn_is_read_as_it_was(objects):
+    """A thought that a later turn leaves open does not hide its calls."""
+    made, log, _ = objects
+    outcome(made, b"0", f"{LOOK}.<think>", LOOK, "<think>")
+    assert log == ["reset", "calls", "says"]
+    del log[:]
+    outcome(made, b"1", f"<think>{LOOK}.{LOOK}</think>{LOOK}.{LOOK}", f"<think>{LOOK}", f"{LOOK}</think>{LOOK}", LOOK)
+    assert log == ["reset", "says", "calls", "calls"]

@@ -269,3 +269,21 @@ def test_a_command_keeps_the_flags_that_add_names():
     flags += ["--config.rewards.brief=0.1", "--config.seed=3"]
     said = subprocess.run([sys.executable, "-c", script, *flags], stdout=subprocess.PIPE, text=True, check=True).stdout
     assert said.split() == ["0.1", *flags]
+
+
+@pytest.mark.parametrize(
+    ("head", "section", "says"),
+    [
+        ("@own_process\nasync def mine", "rewards", "coroutine function, and functions marked own_process are none"),
+        ("async def mine", "step_rewards", "coroutine function, and step rewards are none; write def, not async def"),
+        ("@batched\n@own_process\ndef mine", "rewards", "marked own_process and batched; use one of the two"),
+    ],
+)
+def test_nobody_would_await_it(written, head, section, says):
+    names = "prompts, completions, records" if "batched" in head else "prompt, completion, record"
+    file = written(f"from gspo_jax.rewards import batched, own_process\n\n{head}({names}): return 1.0\n")
+    config = config_with(mine=f"{file}:mine")
+    config.objective.name = "gspo_token"
+    config[section].mine = 1.0
+    with pytest.raises(UserError, match=f"functions.mine is {'a ' if 'coroutine' in says else ''}{says}"):
+        check(config)
