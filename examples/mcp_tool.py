@@ -33,7 +33,6 @@ class Numbers:
         return [{"type": "function", "function": each} for each in shown]
 
     async def reset(self, record: dict[str, str]) -> None:
-        """Begin a session."""
         self.held = Held(Client(SERVER))
         self.client = await self.held.enter()
         self.functions = {tool.name: partial(self.call, tool.name) for tool in (await self.client.list_tools()).tools}
@@ -44,9 +43,7 @@ class Numbers:
         return "\n".join(part.text for part in result.content if part.type == "text")
 
     async def step(self, message: dict[str, Any]) -> list[dict[str, str]] | None:
-        """Return the results of the calls."""
         return await tool_replies(message, self.functions) or None
 
     async def close(self) -> None:
-        """End the session."""
         await self.held.leave()

@@ -15,6 +15,7 @@ import jax
 import pytest
 from ml_collections import ConfigDict
 
+from examples import http_server
 from gspo_jax import cli, references
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import UserError
@@ -22,11 +23,14 @@ from gspo_jax.folder.metrics import read_metrics
 from gspo_jax.folder.notes import read_config
 from gspo_jax.folder.samples import read_samples
 from gspo_jax.models import huggingface, transformer
+from gspo_jax.rewards import environments
 from gspo_jax.rollout.episodes import TurnOver
 from gspo_jax.setup import data, players
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.fields import at
 from gspo_jax.setup.turns import TokenTurns
+from gspo_jax.tool_calls import TRIAL_TOOLS
+from tests.servers import closed_port
 from tests.trainings import parse
 
 ROOT = Path(__file__).parents[1]
@@ -40,10 +44,19 @@ SMALL = ("data.prompts_per_batch=4", "sampling.group_size=4", "sampling.slots=4"
 """Fields of a small batch. So few slots are never halved, so that the decoder compiles one loop."""
 
 
-def _block(language: str, page: str) -> str:
-    """Return the one code block of a page in a language."""
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.MULTILINE | re.DOTALL)
-    return found
+def _blocks(language: str, page: str) -> list[str]:
+    """Return the code blocks of a page in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.MULTILINE | re.DOTALL)
+
+
+SHOWN = {page: re.findall(r"^This is \[`examples/(\w+)\.py`\]", text, re.MULTILINE) for page, text in PAGES.items()}
+"""The examples of a page, each with its code and its command, in this order."""
+EXAMPLES = [(page, example) for page, examples in SHOWN.items() for example in examples]
+
+
+def _command(page: str, example: str) -> str:
+    """Return the command of a page that trains with an example."""
+    return _blocks("bash", page)[SHOWN[page].index(example)]
 
 
 def _words(command: str, module: str = "train") -> list[str]:
@@ -54,29 +67,29 @@ def _words(command: str, module: str = "train") -> list[str]:
 
 
 def test_every_example_has_a_page():
-    assert PAGES.keys() == {path.stem for path in (ROOT / "examples").glob("*.py")} - {
-        "judge_server",
-        "mixture",
-        "own_loop",
-        "trials",
-    }
+    assert sorted(example for _, example in EXAMPLES) == sorted(
+        {path.stem for path in (ROOT / "examples").glob("*.py")}
+        - {"http_server", "judge_server", "mcp_server", "mixture", "own_loop", "trials"}
+    )
     for example in (ROOT / "examples").glob("*.jsonl"):
         assert len(example.read_bytes().splitlines()) < 40
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_shows_the_whole_example(page):
-    _, docstring, code = (ROOT / "examples" / f"{page}.py").read_text(encoding="utf-8").split('"""', 2)
-    assert _block("python", page).strip() == code.strip()
-    assert len(docstring.splitlines() + code.splitlines()) < 40
-    (command,) = re.findall(r"^    (python (?:.*\\\n)*.*)$", docstring, re.MULTILINE)
-    assert _words(command) == _words(_block("bash", page))
+def test_a_page_shows_whole_examples(page):
+    assert len(_blocks("python", page)) == len(_blocks("bash", page)) == len(SHOWN[page]) > 0
+    for shown, example in zip(_blocks("python", page), SHOWN[page], strict=True):
+        _, docstring, code = (ROOT / "examples" / f"{example}.py").read_text(encoding="utf-8").split('"""', 2)
+        assert shown.strip() == code.strip()
+        assert len(docstring.splitlines() + code.splitlines()) < 50
+        (command,) = re.findall(r"^    (python -m (?:.*\\\n)*.*)$", docstring, re.MULTILINE)
+        assert _words(command) == _words(_command(page, example))
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_what_a_page_tries_in_python_comes_out(page, monkeypatch):
     monkeypatch.chdir(ROOT)
-    tried = doctest.DocTestParser().get_doctest(_block("pycon", page), {}, page, None, None)
+    tried = doctest.DocTestParser().get_doctest("\n".join(_blocks("pycon", page)), {}, page, None, None)
     said: list[str] = []
     assert not doctest.DocTestRunner().run(tried, out=said.append).failed, "".join(said)
     assert tried.examples[-1].want
@@ -114,15 +127,16 @@ def model(tmp_path) -> Path:
     return tmp_path / "model"
 
 
-def _examples() -> dict[str, list[str]]:
-    """The words of each page's command, without the config."""
-    return {page: [word for word in _words(_block("bash", page)) if "--config=" not in word] for page in PAGES}
+def _examples(*examples: str) -> list[str]:
+    """The words of the commands of examples, without the configs."""
+    commands = [_command(page, example) for page, example in EXAMPLES if example in examples]
+    return [word for command in commands for word in _words(command) if "--config=" not in word]
 
 
 @pytest.mark.slow
 def test_all_examples_train_together(model, tmp_path):
     """The reward, step reward, environment and data set, in one run."""
-    words = [word for page, own in _examples().items() if page != "objective" for word in own]
+    words = _examples("reward", "step_reward", "environment", "dataset")
     words += [f"--config.{field}" for field in SMALL]
     _train({"own": ["--config=examples/dataset.py", *words]}, tmp_path, model)
     (measured, *_), samples = reversed(read_metrics(tmp_path / "own")), read_samples(tmp_path / "own")[1]
@@ -133,7 +147,7 @@ def test_all_examples_train_together(model, tmp_path):
 
 @pytest.mark.slow
 def test_a_mixture_trains_with_shots_and_an_objective(model, tmp_path):
-    objective = [word for word in _examples()["objective"] if not word.startswith("--workdir")]
+    objective = [word for word in _examples("objective") if not word.startswith("--workdir")]
     rows, mixture = (_words(command) for command in _of_data()[:2])
     style = [word for word in rows if word.startswith(("--config.data.system", "--config.data.few_shot"))]
     mixed = [*mixture, *style, *objective, "--config.data.max_prompt_length=64"]
@@ -158,13 +172,25 @@ def test_the_command_of_sft_trains_on_conversations(tmp_path):
 @pytest.mark.slow
 def test_the_command_of_a_page_trains_with_its_function(tmp_path):
     """As it is printed, on a policy that solves some of the problems: a reward and an environment, in one run."""
-    words = [word for page in ("reward", "environment") for word in _words(_block("bash", page))]
+    words = ["--config=configs/tiny.py:runlocal", *_examples("reward", "environment")]
     words += [f"--config.data.data_dir={tmp_path}/data", "--config.data.options.difficulty=easy"]
     _train({"own": words}, tmp_path, ADDER)
     (measured, *_), samples = reversed(read_metrics(tmp_path / "own")), read_samples(tmp_path / "own")[1]
     assert 0 <= measured["reward/brief"] < 1 and 0 < measured["reward/balanced"] <= 1
     assert measured["response/turns"] > 1
     assert any(word in sample["completion"] for word in ("digits", "wrong") for sample in samples)
+
+
+@pytest.mark.slow
+def test_a_game_trains_with_the_reward_of_a_server(tmp_path, monkeypatch):
+    monkeypatch.setenv("SCORES_URL", http_server.start())
+    words = ["--config=configs/tiny.py:runlocal", *_examples("async_reward", "game")]
+    words += [f"--config.data.data_dir={tmp_path}/data", *(f"--config.{field}" for field in SMALL)]
+    _train({"own": words}, tmp_path, ADDER)
+    (measured, *_), samples = reversed(read_metrics(tmp_path / "own")), read_samples(tmp_path / "own")[1]
+    assert 0 < measured["reward/terse"] <= 1 and measured["reward/terse/failed"] == measured["reward/failed"] == 0
+    assert 0 <= measured["reward/environment"] <= 1 and measured["response/turns"] > 1
+    assert all(sample["prompt"] == "guess?" for sample in samples)
 
 
 def _set(name: str, value: object, *, then: Callable[[ConfigDict], Any] = check) -> Callable[[ConfigDict], Any]:
@@ -215,6 +241,11 @@ def _reply(config: ConfigDict) -> None:
         turns.wait(turns.begin([over]))
 
 
+def _list_tools(config: ConfigDict) -> None:
+    """Read the tools of the config's environment."""
+    environments.tools_of(references.function(config.functions[config.environment.name]))
+
+
 def _read(config: ConfigDict) -> None:
     """Read the config's data set."""
     data.load_records(config, "train")
@@ -232,6 +263,12 @@ MISTAKES: dict[str, dict[str, Callable[[ConfigDict], Any]]] = {
         "`def brief(completion)`": _written("brief", "def brief(completion): return 1.0"),
         "a weight that is no number": lambda _: cli.read_config(["--config=tiny", "--config.rewards.brief=much"]),
         "`eval.correct` is no reward of the run": _set("eval.correct", "right"),
+        "`async def` in a process of its own": _written(
+            "balanced",
+            "from gspo_jax.rewards import own_process\n"
+            "@own_process\n"
+            "async def balanced(prompt, completion, record): return 1.0",
+        ),
     },
     "judge": {
         "no `judge.url`": _set("judge.url", ""),
@@ -248,7 +285,25 @@ MISTAKES: dict[str, dict[str, Callable[[ConfigDict], Any]]] = {
     "environment": {
         "another name": _set("environment.name", "hnit"),
         "`def hint(completion)`": _written("hint", "def hint(completion): return None"),
-        "a reply that is no text": _written("hint", "def hint(prompt, completion, record): return 3", then=_reply),
+        "a function's reply that is no text": _written("hint", "def hint(prompt, completion, record): return 3", then=_reply),
+        "a class without `step`": _written("hint", "class hint: pass"),
+        "rewards of a function": _set("rewards.environment", 1.0),
+    },
+    "tools": {
+        "a tool that is no schema": _written("adding", "class adding: tools = [{'name': 'add'}]", then=_list_tools),
+        "a server that is not there": _written(
+            "adding",
+            "from mcp import Client\n"
+            "class adding:\n"
+            "    @staticmethod\n"
+            "    async def tools():\n"
+            f"        async with Client('http://127.0.0.1:{closed_port()}/mcp') as client:\n"
+            "            return (await client.list_tools()).tools\n",
+            then=_list_tools,
+        ),
+        "a model whose chat template has no tools": lambda _: Tokenizer.load(ADDER).chat(
+            [{"role": "user", "content": "?"}], tools=TRIAL_TOOLS
+        ),
     },
     "objective": {
         "another name": _set("objective.name", "soft_gpso"),
