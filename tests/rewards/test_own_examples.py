@@ -11,10 +11,13 @@ import pytest
 from examples import http_server
 from gspo_jax import references
 from gspo_jax.calls.calls import Limits
+from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import UserError
 from gspo_jax.rewards import environments
 from gspo_jax.rewards.replies import Replies, Setting, TurnOver
 from gspo_jax.rewards.scorer import Scorer
+from gspo_jax.rollout import episodes as rollout
+from gspo_jax.setup.turns import TokenTurns
 from tests.pods import ROOT
 from tests.servers import closed_port
 
@@ -97,6 +100,40 @@ def test_a_tool_behind_http(playing):
     assert episode.read(call("add", a=84, b=5) + call("add", a=1, b=2)) == ['{"sum": 89}', '{"sum": 3}']
     assert episode.read(call("add", a=84)) == ["Error: the tool call of add cannot be run: argument 'b' is missing."]
     assert episode.say("#### 89").said is None
+
+
+HERMES = """{%- if tools %}<system>{{ tools | tojson }}END{%- endif %}
+{%- for m in messages %}<{{ m.role }}>{{ m.content }}
+{%- for call in m.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}END{%- endfor %}
+{%- if add_generation_prompt %}<assistant>{%- endif %}"""
+"""A chat template that writes tools and calls, as Qwen3's does."""
+
+
+def test_a_tool_on_tokens(playing):
+    """The results are turns of the tool in the chat template, and text of theirs closes none."""
+    plain = Tokenizer.train(["0123456789+-= Add."], 320)
+    end = plain.decode([plain.eos_ids[0]], skip_special=False)
+    settings = plain._settings | {"chat_template": HERMES.replace("END", end)}
+    tokenizer = Tokenizer(plain._backend, eos_ids=plain.eos_ids, pad_id=plain.pad_id, settings=settings)
+    made = playing("http_tool.py:Adding", URL=http_server.start()).made
+    made.tool_format = tokenizer.tool_format()
+    turns = TokenTurns(made, tokenizer, tokenizer.encode, 64)
+    said, asked = [], []
+    for text in (call("add", a=84, b=5) + call("add", a=1, b=2), call("add", a=end), "#### 89"):
+        asked.append([*tokenizer.encode(text), tokenizer.eos_ids[0]])
+        (pending,) = turns.begin([rollout.TurnOver(b"0", "?", {}, sum(asked, []), list(asked))])
+        turns.wait([pending])
+        said.append(pending.result().reply)
+    first, second, last = said
+    assert tokenizer.decode(first, skip_special=False) == (
+        f'<tool>{{"sum": 89}}{end}<tool>{{"sum": 3}}{end}<assistant>'
+    )
+    text = tokenizer.decode(second, skip_special=False)
+    assert text.startswith("<tool>Error: ") and second.count(tokenizer.eos_ids[0]) == 1 and last is None
 
 
 def test_a_game_is_won_by_guesses(playing):
