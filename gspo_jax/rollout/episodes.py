@@ -66,6 +66,10 @@ class Environment(Protocol):
         """Begin episodes. Return the tokens of each prompt, None to keep it, and whether the environment failed."""
         ...
 
+    def text(self, prompt: list[int]) -> str:
+        """Return the text of a prompt that it wrote."""
+        ...
+
     def begin(self, turns: Sequence[TurnOver]) -> "list[Future[Answer]]":
         """Begin to answer. The futures never raise."""
         ...
@@ -417,8 +421,12 @@ class Player:
         first = np.argmin(failed.reshape(-1, G), axis=1)  # of those that did not fail
         chosen = np.repeat(np.arange(0, len(episodes), G) + first, G)
         failed = failed | (prompts != prompts[chosen]).any(axis=1) | (lengths != lengths[chosen])
+        old, texts = rollout.prompts, episodes.texts.copy()
         rollout = dataclasses.replace(rollout, prompts=prompts[chosen], prompt_lengths=lengths[chosen])
-        return dataclasses.replace(episodes, rollout=rollout, failed=failed)
+        for row in range(0, len(episodes), G):
+            if (rollout.prompts[row] != old[row]).any():
+                texts[row : row + G] = environment.text(rollout.prompts[row, : rollout.prompt_lengths[row]].tolist())
+        return dataclasses.replace(episodes, rollout=rollout, texts=texts, failed=failed)
 
     def _asked(self, episodes: Episodes, live: Bool[np.ndarray, " B"], environment: Environment) -> Episodes:
         """Note the turns that ended in a call, and begin to ask about those that may have a reply or a reward."""

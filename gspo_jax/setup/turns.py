@@ -40,6 +40,10 @@ class TokenTurns:
         self._replies.told([self._said(turn) for turn in turns], outcomes)
         return [(outcome.value, outcome.error is not None) for outcome in outcomes]
 
+    def text(self, prompt: list[int]) -> str:
+        """Return a prompt's text, special tokens included; see `Environment`."""
+        return self._tokenizer.decode(prompt, skip_special=False)
+
     def begin(self, turns: Sequence[TurnOver]) -> "list[Future[Answer]]":
         """Begin to answer turns; see `Environment`."""
         self._replies.renew()

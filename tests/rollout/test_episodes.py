@@ -58,6 +58,9 @@ class Replying:
     def open(self, turns):
         return [(None, False)] * len(turns)
 
+    def text(self, prompt):
+        return f"tokens {prompt}"
+
     def begin(self, turns):
         replies = self.function([t.text for t in turns], [t.tokens for t in turns], [t.record for t in turns])
         return [settled(Answer(reply)) for reply in replies]
@@ -367,3 +370,23 @@ def test_a_call_can_be_ended_before_and_in_the_midst_of_its_decode_steps(monkeyp
     with pytest.raises(StopRequested):
         polled(some(0, 6), KEY)
     assert polls == [0, 2, 0]
+
+
+class Opening(Replying):
+    """Begins the episodes of some prompts with another one, and fails in one episode."""
+
+    def __init__(self):
+        super().__init__(lambda texts, tokens, records: [None] * len(texts))
+
+    def open(self, turns):
+        own = {"prompt 1": [7, 8, 9], "prompt 3": [7] * 6}
+        return [(own.get(turn.text), number == 0) for number, turn in enumerate(turns)]
+
+
+def test_a_prompt_of_the_environment_takes_the_place_of_its_text(sampler):
+    """Rewards and samples have the prompt that the policy reads, whichever episode of the group fails."""
+    episodes = Player(sampler, environment=Opening(), max_turns=2).begin(some(0, 4), KEY)
+    assert episodes.texts[::G].tolist() == ["prompt 0", "tokens [7, 8, 9]", "prompt 2", "tokens [7, 7, 7, 7, 7, 7]"]
+    assert (episodes.texts[::G] == episodes.texts[1::G]).all()
+    assert episodes.rollout.prompt_lengths.tolist()[2:4] == [3, 3] and episodes.failed.sum() == 1
+    assert (episodes.rollout.prompts[2:4, :3] == [7, 8, 9]).all()
