@@ -1,6 +1,6 @@
 """A stand-in for servers of your own: POST /score scores a response, and POST /add is a tool.
 
-    python examples/http_server.py 8001
+python examples/http_server.py 8001
 """
 
 import json

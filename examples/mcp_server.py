@@ -1,6 +1,6 @@
 """An MCP server with two tools, over stdio, or over streamable HTTP at a port.
 
-    python examples/mcp_server.py 8002
+python examples/mcp_server.py 8002
 """
 
 import sys

@@ -285,7 +285,9 @@ MISTAKES: dict[str, dict[str, Callable[[ConfigDict], Any]]] = {
     "environment": {
         "another name": _set("environment.name", "hnit"),
         "`def hint(completion)`": _written("hint", "def hint(completion): return None"),
-        "a function's reply that is no text": _written("hint", "def hint(prompt, completion, record): return 3", then=_reply),
+        "a function's reply that is no text": _written(
+            "hint", "def hint(prompt, completion, record): return 3", then=_reply
+        ),
         "a class without `step`": _written("hint", "class hint: pass"),
         "rewards of a function": _set("rewards.environment", 1.0),
     },

@@ -20,7 +20,10 @@ _PASSING_NAMES = frozenset(
 _ENDED = ("disconnected", "closed connection", "IncompleteRead")
 """Words of clients' exceptions for a reply that ends early."""
 _NETWORK = frozenset(
-    "httpx httpcore httpx2 httpcore2 aiohttp requests urllib3 openai anthropic mcp websockets anyio".split()
+    [
+        *("httpx", "httpcore", "httpx2", "httpcore2", "aiohttp", "requests", "urllib3"),
+        *("openai", "anthropic", "mcp", "websockets", "anyio"),
+    ]
 )
 """Packages whose exceptions are failures of calls, never mistakes of the function that calls."""
 _MCP_CLOSED = -32000

@@ -122,8 +122,8 @@ def check_class(name: str, reference: str, environment: type) -> None:
     """Raise a UserError unless a class is an environment."""
     if not callable(getattr(environment, "step", None)):
         raise UserError(
-            f"functions.{name}: the class {reference} has no method step; an environment's class has step(message), and "
-            "perhaps reset(record) and close()"
+            f"functions.{name}: the class {reference} has no method step; an environment's class has step(message), "
+            "and perhaps reset(record) and close()"
         )
 
 

@@ -16,9 +16,7 @@ MAX_CHARACTERS = 1000
 Value = TypeVar("Value")
 
 
-async def tool_replies(
-    message: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]
-) -> list[dict[str, str]]:
+async def tool_replies(message: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> list[dict[str, str]]:
     """Run a turn's tool calls and return the tools' messages in order, none for a turn without calls.
 
     Functions get their arguments by name; coroutine functions share the event loop, others run in threads. A result

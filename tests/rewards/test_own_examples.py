@@ -122,10 +122,11 @@ def test_a_tool_on_tokens(playing):
     made = playing("http_tool.py:Adding", URL=http_server.start()).made
     made.tool_format = tokenizer.tool_format()
     turns = TokenTurns(made, tokenizer, tokenizer.encode, 64)
-    said, asked = [], []
+    said, tokens, asked = [], [], []
     for text in (call("add", a=84, b=5) + call("add", a=1, b=2), call("add", a=end), "#### 89"):
         asked.append([*tokenizer.encode(text), tokenizer.eos_ids[0]])
-        (pending,) = turns.begin([rollout.TurnOver(b"0", "?", {}, sum(asked, []), list(asked))])
+        tokens += asked[-1]
+        (pending,) = turns.begin([rollout.TurnOver(b"0", "?", {}, list(tokens), list(asked))])
         turns.wait([pending])
         said.append(pending.result().reply)
     first, second, last = said
