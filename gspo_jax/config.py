@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
-from gspo_jax import objectives
+from gspo_jax import objectives, tool_calls
 from gspo_jax.data.templates import CLOCK
 from gspo_jax.objectives import mismatch
 from gspo_jax.rollout.drafts import MOST, Drafter
@@ -135,6 +135,7 @@ def base() -> ConfigDict:
     config.environment = ConfigDict()  # episodes of several turns
     config.environment.name = ""  # replies to turns, e.g. "countdown_feedback". Empty: one turn, no replies
     config.environment.turns = 2  # maximum turns of the policy per episode
+    config.environment.tool_format = ""  # of tool calls: hermes, qwen3_coder or glm. Empty: as the chat template has it
 
     # Functions of your own: name -> "path/to/file.py:function" or "package.module:function". The name is valid in
     # rewards, step_rewards, environment.name, objective.name, mismatch.correction and data.task.
@@ -362,6 +363,7 @@ RANGES = {
     "sampling.partial.share": FRACTION_ABOVE_0,
     "sampling.rounds": COUNT,
     "environment.turns": COUNT,
+    "environment.tool_format": _one_of(*tool_calls.FORMATS, "", note=" for the chat template's"),
     "scoring.timeout_s": POSITIVE,
     "scoring.workers": HOST_LIMIT,
     "overlong.penalty": NOT_NEGATIVE,

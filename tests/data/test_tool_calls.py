@@ -1,7 +1,10 @@
 """Tool calls as models write them, well and badly: what is called, and what the policy is told."""
 
+import doctest
 import json
+import re
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -347,7 +350,7 @@ SNIPS += ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", '{"name": "w
 SNIPS += ['"Paris"', "}}", "weather", "\n", "city", "3", "\\ud800"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(said=st.lists(st.sampled_from(SNIPS) | st.text(max_size=3)).map("".join), form=st.sampled_from(FORMATS))
 def test_no_turn_raises(said, form):
     turn = parse(said, form, TOOLS)
@@ -438,3 +441,13 @@ def test_arguments_as_deep_as_allowed():
     tools = Tools([tool("f", a={})])
     assert parse(hermes("f", {"a": value}), "hermes", tools).calls == [Call("f", {"a": value})]
     assert "levels deep" in parse(hermes("f", {"a": [value]}), "hermes", tools).calls[0].error
+
+
+def test_the_page_shows_what_a_call_becomes():
+    page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^```pycon\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    test = doctest.DocTestParser().get_doctest(shown, {}, "tools.md", None, None)
+    assert doctest.DocTestRunner().run(test) == doctest.TestResults(0, 5)
+    (listed,) = re.findall(r"^```json\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert Tools(json.loads(listed)).names == ["weather"]
+    assert [form for form in FORMATS if f"| `{form}` |" in page] == list(FORMATS)

@@ -354,7 +354,7 @@ def test_rows_with_calls_are_prompts(tmp_path, tokenizers):
     head = "<|im_start|>system\n# Tools\n" + json.dumps(TOOLS[0]) + "<|im_end|>\n"
     asked = head + "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
     first = (
-        asked + '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris<|im_end|>", "days": 2}}\n</tool_call>'
+        asked + '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris<|im_end|>", "days": 2}}\n</tool_call>'
     )
     first += (
         "<|im_end|>\n<|im_start|>user\n<tool_response>\nsunny<|im_end|></tool_response>\n</tool_response><|im_end|>\n"
@@ -363,7 +363,8 @@ def test_rows_with_calls_are_prompts(tmp_path, tokenizers):
     assert batch.texts == [first, first, asked.removeprefix(head)]
     ids = batch.tokens[0][: batch.lengths[0]].tolist()
     assert own.decode(ids, skip_special=False) == first
-    assert (ids.count(1), own.encode("</tool_response>")[0] in ids[:-12]) == (4, False)
+    (closing,) = own.encode("</tool_response>")
+    assert (ids.count(1), ids.count(closing)) == (4, 1)
     with_tools = PromptStyle(tools=TOOLS)
     (batch,) = eval_batches(records, own, prompts_per_batch=3, max_prompt_length=512, style=with_tools)
     assert batch.texts == [first, first, asked]
