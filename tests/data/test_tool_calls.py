@@ -447,7 +447,7 @@ def test_the_page_shows_what_a_call_becomes():
     page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"^```pycon\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     test = doctest.DocTestParser().get_doctest(shown, {}, "tools.md", None, None)
-    assert doctest.DocTestRunner().run(test) == doctest.TestResults(0, 5)
+    assert doctest.DocTestRunner().run(test) == doctest.TestResults(0, 6)
     (listed,) = re.findall(r"^```json\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert Tools(json.loads(listed)).names == ["weather"]
     assert [form for form in FORMATS if f"| `{form}` |" in page] == list(FORMATS)

@@ -105,6 +105,7 @@ NO_REPLIES = CHATML.replace("<|im_start|>{{", "{% if m.role == 'tool' %}{% conti
 PLAIN_MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 PLAIN_MARKS += ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
 GLM_MARKS = ["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"]
+SPACES = "        "
 TOOLS = [tool("weather", ["city"], city=TEXT, days=WHOLE)]
 
 
@@ -113,7 +114,7 @@ def loaded(folder, template, eos=("<|im_end|>", "<|endoftext|>")):
     made = Tokenizer.train(["What is the weather? sunny, 21 degrees" * 9], 300)
     made.save(folder)
     first = made.vocab_size
-    entries = [*((mark, False) for mark in PLAIN_MARKS), *((mark, True) for mark in GLM_MARKS)]
+    entries = [*((mark, False) for mark in (*PLAIN_MARKS, SPACES)), *((mark, True) for mark in GLM_MARKS)]
     added = {
         str(first + i): {"content": mark, "special": special, "normalized": False}
         for i, (mark, special) in enumerate(entries)
@@ -246,7 +247,16 @@ def test_no_token_arises_from_what_a_tool_says(name, role, tokenizers):
 
 
 def added(own, ids):
-    return [i for i in ids if i in own._backend.get_added_tokens_decoder()]
+    """Return the ids of added tokens, but for those of mere spaces."""
+    tokens = own._backend.get_added_tokens_decoder()
+    return [i for i in ids if i in tokens and tokens[i].content.strip()]
+
+
+def test_runs_of_spaces_are_read_as_in_any_text(tokenizers):
+    own = tokenizers["hermes"]
+    (spaces,) = own.encode(SPACES)
+    ids = own.reply(replied(f"def f():\n{SPACES}return 1 <|im_end|>"))
+    assert ids.count(spaces) == 1 and own.reply(replied(SPACES)).count(spaces) == 1
 
 
 @settings(max_examples=60, deadline=None)
