@@ -402,7 +402,7 @@ class Tokenizer:
 
         The text is read together with the token that ended the turn, so it does not count as a text's beginning.
         """
-        guarded = [self.guarded(message) | {"content": self.guard(message["content"], "tool")} for message in messages]
+        guarded = [{**self.guarded(message), "content": self.guard(message["content"], "tool")} for message in messages]
         text = self.turns(guarded, ended=ended, tools=None if tools is None else self.guarded_json(tools))
         before = self.eos_ids[0] if ended is None else int(ended)
         found = self._encode_guarded(self.decode([before], skip_special=False) + text)
@@ -558,7 +558,9 @@ def _with_ids(messages: Sequence[Message]) -> list[Message]:
     """Return messages whose tools' replies name their calls, as some templates need."""
     named = {"tool_call_id": "call{:05d}", "name": "tool"}
     return [
-        {name: text.format(number) for name, text in named.items()} | message if message["role"] == "tool" else message
+        {**{name: text.format(number) for name, text in named.items()}, **message}
+        if message["role"] == "tool"
+        else message
         for number, message in enumerate(messages)
     ]
 

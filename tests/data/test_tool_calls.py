@@ -162,7 +162,7 @@ def assert_error(said, form, name, says):
     turn = parse(f"Go.\n{said}\n{WRITERS[form]('now', {})}", form, TOOLS)
     bad, good = turn.calls
     assert (turn.text, good, bad.name, bad.arguments) == ("Go.", Call("now", {}), name, {})
-    of = f" of {name}" if name and " " not in name else ""
+    of = f" of {name}" if name else ""
     prefix = f"Error: the tool call{of} cannot be run: "
     assert bad.error.startswith(prefix) and bad.error.endswith(".") and "\n" not in bad.error and len(bad.error) < 400
     assert any(each in bad.error for each in says.split("|")), bad.error
@@ -189,7 +189,7 @@ XML_ERRORS = {
     ("qwen3_coder", f"{OPEN}<function=now></function> now {CLOSE}"): ("now", "there is text between </function> and"),
     ("qwen3_coder", f"{OPEN}<function=now></function>"): ("now", "it does not end with </tool_call>"),
     ("glm", f"{OPEN}\n{CLOSE}"): ("", "it has no name"),
-    ("glm", f'{OPEN}{{"name": "now"}}{CLOSE}'): ('{"name": "now"}', "there is no tool"),
+    ("glm", f'{OPEN}{{"name": "now"}}{CLOSE}'): ("", "there is no tool"),
     ("glm", f"{OPEN}weather\ncity: Paris{CLOSE}"): ("weather", "an <arg_key> is missing"),
     ("glm", f"{OPEN}weather\n<arg_key>city</arg_key>Paris{CLOSE}"): ("weather", "an <arg_key> is missing"),
     ("glm", f"{OPEN}weather\n<arg_key>city</arg_key>\n<arg_value>Paris\n{CLOSE}"): (
@@ -226,6 +226,7 @@ SCHEMA_ERRORS = {
         {"days": "soon"},
         "argument 'days' must be of type integer, not string; argument 'city' is miss",
     ),
+    "two missing arguments": ("write", {}, "argument 'path' is missing; argument 'text' is missing"),
     "a fraction": ("weather", {"city": "x", "days": 2.5}, "argument 'days' must be of type integer, not number"),
     "a nested fault": ("search", {"by": [1]}, "argument 'by' must be of type object, not"),
     "one of several types": (
@@ -426,6 +427,17 @@ def test_names_and_data_that_look_like_keywords_are_none():
     tools = Tools([own])
     arguments = {"pattern": "(", "$ref": "x"}
     assert parse(hermes("grep", arguments), "hermes", tools).calls == [Call("grep", arguments)]
+
+
+def test_schemas_that_refer_to_themselves():
+    node = {"type": "object", "properties": {"inner": {"$ref": "#/$defs/node"}}, "additionalProperties": False}
+    own = tool("f", a={"anyOf": [{"$ref": "#/$defs/node"}, {"$ref": "#/$defs/end"}]}, b={"$ref": "#/$defs/end"})
+    own["function"]["parameters"] |= {"$defs": {"node": node, "end": {"$ref": "#/$defs/end"}}, "$schema": "urn:unknown"}
+    tools = Tools([own])
+    assert parse(qwen3_coder("f", {"a": {"inner": {}}}), "qwen3_coder", tools).calls == [
+        Call("f", {"a": {"inner": {}}})
+    ]
+    assert "refers to itself without end" in parse(hermes("f", {"b": 1}), "hermes", tools).calls[0].error
 
 
 def test_a_number_beyond_floats_is_told():
