@@ -52,7 +52,12 @@ def _words(command: str, module: str = "train") -> list[str]:
 
 
 def test_every_example_has_a_page():
-    assert PAGES.keys() == {path.stem for path in (ROOT / "examples").glob("*.py")} - {"judge_server", "mixture", "own_loop", "trials"}
+    assert PAGES.keys() == {path.stem for path in (ROOT / "examples").glob("*.py")} - {
+        "judge_server",
+        "mixture",
+        "own_loop",
+        "trials",
+    }
     for example in (ROOT / "examples").glob("*.jsonl"):
         assert len(example.read_bytes().splitlines()) < 40
 
