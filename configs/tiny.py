@@ -13,6 +13,7 @@ the work pays off. Arguments, joined by commas, change the run:
 - `python`: multi-turn; expressions too hard for the model alone, which learns to have a Python program compute them.
 - `code`: programs from examples; the reward is the share of asserts that they pass in the sandbox.
 - `partial`: partial rollouts; no sampling call waits for the longest responses.
+- `distil`: a student of half the layers, taught by a run of this config alone, without a reward (docs/distillation.md).
 - `dapo`: full DAPO, with dynamic sampling and overlong shaping; `objective.name=dapo` alone is only its loss.
 - `single`: on one device; without the simulated exchange a run takes about a third of the processor time.
 - `runlocal`: the same programs for two short iterations.
@@ -138,6 +139,19 @@ def dapo(config: ConfigDict) -> None:
     config.overlong = ConfigDict({"penalty": 1.0, "cache": 6, "filter": True})
 
 
+def distil(config: ConfigDict) -> None:
+    """Learn from the policy in runs/teacher alone, by the reverse KL; the reward is only measured."""
+    config.iterations = 50
+    config.model.architecture.update({"num_layers": 2, "num_experts": 8, "experts_per_token": 2})
+    config.coldstart.steps = 300
+    config.teacher.folder = "runs/teacher"
+    config.objective.name = "reinforce"
+    config.rewards = ConfigDict({"exact_answer": 0.0})
+    config.data.prompts_per_batch = 128
+    config.sampling.group_size = 2  # nothing is compared within a group: more prompts teach more
+    config.optimizer.learning_rate = 1e-3
+
+
 def single(config: ConfigDict) -> None:
     """Train on one simulated device, or on all that an accelerator has, without expert parallelism."""
     config.cpu_devices = 1
@@ -165,6 +179,7 @@ ARGUMENTS = {
     "code": code,
     "partial": partial,
     "dapo": dapo,
+    "distil": distil,
     "single": single,
     "runlocal": runlocal,
 }

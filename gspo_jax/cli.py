@@ -26,6 +26,7 @@ from gspo_jax.config import benchmark
 from gspo_jax.config_files import config_flag, last_given, load_config
 from gspo_jax.errors import Diverged, ScoringFailed, UserError, fault
 from gspo_jax.folder import storage
+from gspo_jax.folder.notes import existing_folder
 from gspo_jax.parallel import compilation, processes
 from gspo_jax.setup import same
 from gspo_jax.setup.fields import NAMED, TYPES, at, check_fields, names, no_field
@@ -39,9 +40,13 @@ _HUGE, _MADV_HUGEPAGE = 2**21, 14
 """Size of a huge page, a multiple of smaller ones, and Linux's request for them."""
 
 
-def run(main: Main, name: str, *, default: ConfigDict | None = None) -> None:
+Fallback = Callable[[Sequence[str]], ConfigDict]
+"""Makes the config of a command line where neither --config nor a run folder gives one."""
+
+
+def run(main: Main, name: str, *, default: ConfigDict | None = None, fallback: Fallback | None = None) -> None:
     """Parse `--config=FILE[:arg]`, `--config.a.b=value` and the flags of command `name`, then call `main(config)`."""
-    _run(lambda: _start(main, default), name, needs_config=default is None)
+    _run(lambda: _start(main, default), name, needs_config=default is None, fallback=fallback)
 
 
 def run_alone(main: Callable[[ConfigDict], int], name: str) -> None:
@@ -66,7 +71,7 @@ def define(name: str) -> None:
             flags.DEFINE_string(flag.name, flag.default, flag.help, required=flag.required)
 
 
-def _run(start: Callable[[], int | None], name: str, *, needs_config: bool) -> None:
+def _run(start: Callable[[], int | None], name: str, *, needs_config: bool, fallback: Fallback | None = None) -> None:
     define(name)
     logging.use_absl_handler()  # removes an import's handler of sys.stderr, which is wrapped next
     shell.keep_streams()
@@ -74,19 +79,22 @@ def _run(start: Callable[[], int | None], name: str, *, needs_config: bool) -> N
     references.refuse_exits()
     app.run(
         lambda _: _guarded(start),
-        flags_parser=lambda argv: _guarded(lambda: _parse(argv, flags.FLAGS, needs_config=needs_config)),
+        flags_parser=lambda argv: _guarded(
+            lambda: _parse(argv, flags.FLAGS, needs_config=needs_config, trains=name == "train", fallback=fallback)
+        ),
     )
 
 
 def read_config(words: Sequence[str]) -> ConfigDict:
-    """Return the checked config of a command line.
+    """Return the checked config of `train`'s command line.
 
     Raises:
       UserError: as the command with these flags.
     """
     values = flags.FlagValues()
-    flags.DEFINE_string("workdir", None, "", flag_values=values)
-    _parse(["", *words], values, needs_config=True)
+    for name in ("workdir", "from"):
+        flags.DEFINE_string(name, None, "", flag_values=values)
+    _parse(["", *words], values, needs_config=True, trains=True)
     check_fields(values.config)
     return values.config
 
@@ -237,6 +245,17 @@ def check_facts_file(file: str | Path | None, *, flag: str = "json") -> None:
         raise UserError(f"--{flag}={file} cannot be written, because this account may not write {there}; give another")
 
 
+def check_new_file(file: str | Path | None, *, flag: str) -> None:
+    """Check that the flag's file can be written and that none would be lost.
+
+    Raises:
+      UserError: as `check_facts_file`, or there is one.
+    """
+    check_facts_file(file, flag=flag)
+    if file is not None and os.path.lexists(file):
+        raise UserError(f"--{flag}={file} exists; give another file, or remove it")
+
+
 def check_output_folder(folder: str | Path | None, *, flag: str) -> None:
     """Check that the flag's folder can be written to or created.
 
@@ -275,17 +294,30 @@ def _workdir() -> str:
     return (flags.FLAGS["workdir"].value if "workdir" in flags.FLAGS else None) or os.getcwd()
 
 
-def _parse(argv: list[str], values: flags.FlagValues, *, needs_config: bool) -> list[str]:
+def _parse(
+    argv: list[str],
+    values: flags.FlagValues,
+    *,
+    needs_config: bool,
+    trains: bool,
+    fallback: Fallback | None = None,
+) -> list[str]:
     """Parse the command line into `values`. Return non-flag words.
 
-    Without `--config`, a run in `--workdir` gives the config.
+    Without `--config`, a run in `--workdir` gives the config, else the one of `--from`, or `fallback`. A command that
+    `trains` may adjust the run's config.
     """
     given = any(word.startswith(("--config", "-config")) for word in argv)
     workdir = None if last_given(argv, "config") is not None else last_given(argv, "workdir")
     kept = same.of_folder(workdir) if workdir and (needs_config or given) and Path(workdir).is_dir() else None
     config, saved = kept, None if kept is None else kept.to_dict()
+    if config is None and trains and last_given(argv, "config") is None:
+        config = _config_of_origin(last_given(argv, "from"))
     if config is None and (needs_config or given):
-        config = load_config(config_flag(argv))
+        if fallback is not None and last_given(argv, "config") is None:
+            config = fallback(argv)
+        else:
+            config = load_config(config_flag(argv))
     if config is not None:
         argv = _without_config(argv)
         _open_added(argv, config)
@@ -308,8 +340,14 @@ def _parse(argv: list[str], values: flags.FlagValues, *, needs_config: bool) -> 
     if len(rest) > 1:
         raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
     if saved is not None and workdir is not None:
-        same.check_same_run(values.config, saved, workdir)
+        same.check_same_run(values.config, saved, workdir, adjusts=trains)
     return rest
+
+
+def _config_of_origin(given: str | None) -> ConfigDict | None:
+    """Return the config of the local run of `--from`, if given."""
+    run = storage.split_step(given)[0] if given else ""
+    return None if not run or run.startswith(storage.BUCKET) else same.of_folder(existing_folder(run), flag="--from")
 
 
 def _without_config(argv: list[str]) -> list[str]:

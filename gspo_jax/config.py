@@ -11,8 +11,9 @@ from ml_collections.config_dict import placeholder
 
 from gspo_jax import objectives
 from gspo_jax.data.templates import CLOCK
-from gspo_jax.objectives import mismatch
+from gspo_jax.objectives import advantages, mismatch
 from gspo_jax.rollout.drafts import MOST, Drafter
+from gspo_jax.tool_calls import FORMATS
 
 
 def base() -> ConfigDict:
@@ -135,6 +136,10 @@ def base() -> ConfigDict:
     config.environment = ConfigDict()  # episodes of several turns
     config.environment.name = ""  # replies to turns, e.g. "countdown_feedback". Empty: one turn, no replies
     config.environment.turns = 2  # maximum turns of the policy per episode
+    # Format of tool calls: "hermes", "qwen3_coder" or "glm". Empty: as the model's chat template writes them.
+    config.environment.tool_format = ""
+    # Partial rollouts: seconds that a sampling call waits for replies. Episodes without one wait while others go on.
+    config.environment.patience_s = 1.0
 
     # Functions of your own: name -> "path/to/file.py:function" or "package.module:function". The name is valid in
     # rewards, step_rewards, environment.name, objective.name, mismatch.correction and data.task.
@@ -190,7 +195,14 @@ def base() -> ConfigDict:
     config.overlong.filter = False  # True: do not train on truncated responses
 
     # Objective. Its function documents the hyper-parameters below.
-    config.objective = ConfigDict({"name": "gspo", **_sections(objectives.catalogue)})
+    config.objective = ConfigDict({"name": "gspo"})
+    # How rewards become advantages: "group_zscore", "group_centered", "leave_one_out", "max_rl" (for verdicts) or
+    # "gdpo" (rewards compared one by one). Empty: the objective's own.
+    config.objective.advantage = ""
+    # Discount per turn of an episode: each turn has an advantage of its own, from the rewards that follow it. For
+    # objectives with per-token advantages. None: one advantage per episode.
+    config.objective.turn_discount = placeholder(float)
+    config.objective.update(_sections(objectives.catalogue))
 
     config.routing = ConfigDict()  # mixture-of-experts models only
     config.routing.replay = "none"  # "r2": the trainer replays the old policy's expert choices. "r3": the sampler's
@@ -202,6 +214,15 @@ def base() -> ConfigDict:
     config.reference.kl_weight = 0.0  # weight of the KL to it, 0: no reference policy
     config.reference.estimator = "k3"  # estimator of the KL in the loss: "k1", "k2" or "k3"
     config.reference.place = "loss"  # or "reward": subtract the KL (k1) from every token's reward, ppo only
+    # On-policy distillation: a frozen model whose distribution the policy learns, by the reverse KL(π_θ ‖ teacher) of
+    # the tokens that the policy samples. `rewards` may then be empty.
+    config.teacher = ConfigDict()
+    config.teacher.folder = ""  # Hugging Face folder of any size and family, with the policy's tokenizer. Empty: none
+    config.teacher.dtype = ""  # of its weights, as adapter.base_dtype. Empty: model.dtype
+    config.teacher.weight = 1.0  # weight of the KL, in nats per token, beside the advantages or in the loss
+    # "advantage": −KL (k1) of each sampled token is added to its advantage. "k2", "k3": an estimate from the sampled
+    # tokens in the loss. "full": the exact KL over the vocabulary in the loss.
+    config.teacher.form = "advantage"
     config.critic = ConfigDict()  # ppo only
     config.critic.trunk = "own"  # a copy of the initial policy's trunk. "policy": a value head on the policy's
     config.critic.optimizer = adamw(learning_rate=1e-5, schedule="constant", warmup_updates=10)
@@ -228,12 +249,15 @@ def base() -> ConfigDict:
     config.eval = ConfigDict()  # evaluation on held-out prompts
     config.eval.every = 20  # iterations between evaluations, in addition to the initial and final ones
     config.eval.prompts = 256  # use only the first N test prompts, 0: all
-    config.eval.correct = ""  # the reward, one of `rewards`, that decides correctness
+    # The reward, one of `rewards`, whose verdicts, 0 or 1, are the accuracy. Empty: none, evaluations show the mean
+    # reward.
+    config.eval.correct = ""
     config.benchmarks = ConfigDict()  # benchmarks during the run: name -> `benchmark(…)`
     config.log = ConfigDict({"samples_every": 20, "samples": 4})  # iterations between samples shown, and how many
     config.log.wandb = ""  # Weights & Biases project for the metrics. Empty: none
     config.checkpoint = ConfigDict({"every": 20, "keep": 2})  # iterations between checkpoints, and newest ones kept
-    config.checkpoint.keep_best = False  # also keep the checkpoint with the highest held-out accuracy
+    # Also keep the checkpoint with the highest held-out accuracy, or mean reward without eval.correct.
+    config.checkpoint.keep_best = False
     return config
 
 
@@ -398,6 +422,8 @@ RANGES = {
     "sampling.partial.share": FRACTION_ABOVE_0,
     "sampling.rounds": COUNT,
     "environment.turns": COUNT,
+    "environment.tool_format": _one_of("", *FORMATS),
+    "environment.patience_s": NOT_NEGATIVE,
     "scoring.timeout_s": POSITIVE,
     "scoring.workers": HOST_LIMIT,
     "scoring.concurrency": COUNT,
@@ -405,6 +431,8 @@ RANGES = {
     "scoring.deadline_s": POSITIVE,
     "scoring.tries": COUNT,
     "scoring.most_failed": FRACTION,
+    "objective.advantage": _one_of(*advantages.__all__, "", note=" for the objective's own"),
+    "objective.turn_discount": FRACTION,
     "judge.low": FINITE,
     "judge.high": FINITE,
     "judge.samples": COUNT,
@@ -422,6 +450,9 @@ RANGES = {
     "reference.kl_weight": NOT_NEGATIVE,
     "reference.estimator": _one_of("k1", "k2", "k3"),
     "reference.place": _one_of("loss", "reward"),
+    "teacher.dtype": _one_of("float32", "bfloat16", "int8", "", note=" for model.dtype"),
+    "teacher.weight": POSITIVE,
+    "teacher.form": _one_of("advantage", "k2", "k3", "full"),
     "critic.trunk": _one_of("own", "policy"),
     "training.minibatches": COUNT,
     "training.row_tokens": COUNT,
@@ -466,4 +497,29 @@ MAY_CHANGE = (
 """Prefixes of fields that may change on resuming, with at most rounding differences.
 
 `iterations` may not change under a cosine learning rate.
+"""
+
+ADJUSTABLE = (
+    *(f"{of}optimizer.{name}" for of in ("", "critic.") for name in ("learning_rate", "b1", "b2", "weight_decay")),
+    *(f"{of}optimizer.{name}" for of in ("", "critic.") for name in ("no_decay", "max_grad_norm")),
+    "objective.*.*",
+    "mismatch.*",
+    "reference.*",
+    "overlong.*",
+    "routing.balance_weight",
+    "routing.z_weight",
+    "routing.noise_every",
+    "sampling.temperature",
+    "sampling.top_k",
+    "sampling.top_p",
+    "sampling.min_p",
+    "sampling.rounds",
+    "sampling.filter",
+    "training.entropy_weight",
+    "training.old_logprobs",
+    "benchmarks.*",
+)
+"""Patterns of hyper-parameters that a resumed run may change, from its next update on. None shapes the train state.
+
+`training.old_logprobs` may not change with partial rollouts, which keep router log-probs for one of its values only.
 """

@@ -186,7 +186,7 @@ def _load_run(folder: Path, fields: dict[str, Any]) -> _Model:
     model, tokenizer = policy.read_folder(config, first)
     files = RunFolder(name=str(folder), local=folder)
     made = policy.make_policy(config, model)
-    weights, _ = policy.newest_weights(config, files, made, _one_device())
+    weights, _ = policy.weights_of_run(config, files, made, _one_device())
     return _Model(weights, model, first, made.adapters, stops=tokenizer)
 
 

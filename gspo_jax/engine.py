@@ -26,6 +26,7 @@ from gspo_jax.setup import keys, learning, players, policy
 from gspo_jax.setup import memory as memory_lib
 from gspo_jax.setup.meshes import Meshes
 from gspo_jax.setup.policy import Policy
+from gspo_jax.setup.teacher import Teacher, make_teacher
 from gspo_jax.training.experience import ExperienceFn, make_experience
 from gspo_jax.training.layout import deal
 from gspo_jax.training.metrics import Metrics
@@ -71,6 +72,9 @@ class Engine:
     """Weights that no update changes; empty in full training."""
     reference: nnx.State | None = None
     """None without a KL to the reference policy."""
+    teacher: Teacher | None = None
+    teacher_params: nnx.State | None = None
+    """None without a teacher."""
 
     @property
     def minibatches(self) -> int:
@@ -95,8 +99,9 @@ class Engine:
     def score(self, state: TrainState, batch: Batch) -> OldPolicy:
         """Return the scores that stay fixed during the iteration's updates."""
         critic = None if state.critic is None else state.critic.params
+        arguments = self.weights(state), critic, self.reference, batch, self.scoring_teacher(self.teacher_params)
         with jax.set_mesh(self.meshes.trainer):
-            return jax.block_until_ready(self.programs.score(self.weights(state), critic, self.reference, batch))
+            return jax.block_until_ready(self.programs.score(*arguments))
 
     def experience(self, batch: Batch, old: OldPolicy, rewards: Rewards) -> Batch:
         """Add the objective's advantages to the batch, after reward shaping and filters."""
@@ -111,13 +116,23 @@ class Engine:
         One update is in flight at a time, since simulated devices share their threads.
         """
         with jax.set_mesh(self.meshes.trainer):
-            state, metrics = self.programs.update(self.objective, state, self.frozen, batch, minibatch)
+            arguments = state, self.frozen, batch, minibatch, self.updating_teacher(self.teacher_params)
+            state, metrics = self.programs.update(self.objective, *arguments)
             return state, jax.device_get(metrics)
 
     def blame(self, state: TrainState, batch: Batch, minibatch: int) -> tuple[Any, dict[str, Any]]:
         """Return a skipped update's loss and non-finite gradient elements of each leaf."""
+        arguments = state, self.frozen, batch, minibatch, self.updating_teacher(self.teacher_params)
         with jax.set_mesh(self.meshes.trainer):
-            return jax.device_get(self.programs.blame(self.objective, state, self.frozen, batch, minibatch))
+            return jax.device_get(self.programs.blame(self.objective, *arguments))
+
+    def scoring_teacher(self, params: nnx.State | None) -> nnx.State | None:
+        """Return the teacher's parameters, or their shapes, if it scores sampled tokens."""
+        return None if self.teacher is None or self.teacher.reads_in_update else params
+
+    def updating_teacher(self, params: nnx.State | None) -> nnx.State | None:
+        """Return the teacher's parameters, or their shapes, if updates compare it over the whole vocabulary."""
+        return params if self.teacher is not None and self.teacher.reads_in_update else None
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -157,6 +172,13 @@ class Engine:
         shapes = huggingface.with_dtype(self.policy.shapes.trainable, self.dtype)
         return placed(shapes, param_shardings(shapes, self.meshes.trainer))
 
+    @property
+    def teacher_shapes(self) -> nnx.State | None:
+        """Shapes of the teacher's parameters, in the trainer's layout; None without one."""
+        if self.teacher is None:
+            return None
+        return placed(self.teacher.shapes, param_shardings(self.teacher.shapes, self.meshes.trainer))
+
     def begin(self, weights: Weights) -> TrainState:
         """Return the train state before the first update."""
         return jax.jit(self._new, out_shardings=self.shardings)(weights)
@@ -182,12 +204,13 @@ def build(
 
     Args:
       memory: bytes of a device, which limit the sampler's pool if `sampling.pool_tokens` does not; None: no limit.
-      trains: whether optimizer and reference are held while sampling.
+      trains: whether optimizer, reference and teacher are held while sampling.
 
     Raises:
       UserError: `memory` is too small for one response's keys and values.
     """
     made, critic = policy.make_policy(config, model), learning.make_critic(config, model)
+    teacher = make_teacher(config, meshes.trainer.shape)
     optimizer, schedule = learning.make_update_rule(config)
     engine = Engine(
         config=config,
@@ -199,7 +222,8 @@ def build(
         sampler=make_sampler(config, made, meshes, stop),
         packer=learning.make_packer(config, model, batch_shards(meshes.trainer.shape)),
         shaping=learning.make_shaping(config),
-        programs=_programs(config, made, critic, optimizer, schedule, meshes),
+        programs=_programs(config, made, critic, teacher, optimizer, schedule, meshes),
+        teacher=teacher,
     )
     if memory is None or config.sampling.pool_tokens is not None:
         return engine
@@ -211,7 +235,8 @@ def _default_pool(engine: Engine, model: ModelConfig, memory: int, *, trains: bo
     """Return the tokens of the pool that fits beside the weights; see `setup.memory.default_pool`."""
     config, sizes = engine.config, engine.meshes.sampler.shape
     own = engine.copied.trainable if engine.sampler.shares_frozen else engine.copied
-    held = (engine.placed_state, engine.trained.frozen, engine.reference_shapes) if trains else engine.trained
+    others = engine.reference_shapes, engine.teacher_shapes
+    held = (engine.placed_state, engine.trained.frozen, others) if trains else engine.trained
     beside = shard_bytes((held, own))
     prompts = config.sampling.partial.prompts or config.data.prompts_per_batch
     shards = batch_shards(dict(sizes))
@@ -226,6 +251,7 @@ def _programs(
     config: ConfigDict,
     made: Policy,
     critic: CriticRule | None,
+    teacher: Teacher | None,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     meshes: Meshes,
@@ -235,23 +261,27 @@ def _programs(
     penalties, replay, reference = learning.make_penalties(config), config.routing.replay, config.reference
     with jax.set_mesh(meshes.trainer):  # the compiler's options and the scoring depend on the platform
         scoring = learning.make_scoring(config)
-        gradient = make_gradient(made.graph, scoring, critic=critic, penalties=penalties, replay=replay)
+        others = {"critic": critic, "teacher_graph": None if teacher is None else teacher.graph}
+        gradient = make_gradient(made.graph, scoring, penalties=penalties, replay=replay, **others)
         return Programs(
             deal=jax.jit(deal),
-            score=make_score(config, made, critic, recompute=config.training.old_logprobs == "recompute"),
+            score=make_score(config, made, critic, teacher, recompute=config.training.old_logprobs == "recompute"),
             native=make_old_policy(made.graph, scoring, recompute=True, replay="none"),
             replayed=make_old_policy(made.graph, scoring, recompute=True, replay="r3"),
             experience=make_experience(
                 group_size=config.sampling.group_size,
                 correction=learning.make_mismatch_correction(config),
                 kl_in_reward=reference.kl_weight if reference.place == "reward" else 0.0,
+                teacher=penalties.teacher if penalties.teacher_form == "advantage" else 0.0,
             ),
             update=make_update(gradient, optimizer, schedule, critic=critic, shardings=shardings),
             blame=make_blame(gradient, shardings.updates),
         )
 
 
-def make_score(config: ConfigDict, made: Policy, critic: CriticRule | None, *, recompute: bool) -> OldPolicyFn:
+def make_score(
+    config: ConfigDict, made: Policy, critic: CriticRule | None, teacher: Teacher | None, *, recompute: bool
+) -> OldPolicyFn:
     """Build the scoring program; with `recompute` the trainer computes log π_old. Needs the trainer's mesh in scope."""
     return make_old_policy(
         made.graph,
@@ -259,6 +289,7 @@ def make_score(config: ConfigDict, made: Policy, critic: CriticRule | None, *, r
         recompute=recompute,
         replay=config.routing.replay,
         reference_graph=made.reference,
+        teacher_graph=None if teacher is None else teacher.graph,
         critic=None if critic is None else critic.graph,
     )
 

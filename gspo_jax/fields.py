@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from ml_collections import ConfigDict
 
 from gspo_jax import config as config_lib
-from gspo_jax.config import MAY_CHANGE, RANGES
+from gspo_jax.config import RANGES
 from gspo_jax.errors import UserError, nearest
 from gspo_jax.parser import make_parser
 from gspo_jax.setup.fields import at, names
+from gspo_jax.setup.same import may_change
 
 _LINE = re.compile(r"\s+config\.([\w.]+)(?: = |\.update\()(.*)")
 _PART = re.compile(r"(.*?)\s*(?:# (.*))?$")
@@ -57,7 +58,7 @@ def described(pattern: str = "") -> str:
 
 def _paragraph(name: str, default: object, said: dict[str, str]) -> str:
     allowed = f"   {RANGES[name].words}" if name in RANGES else ""
-    resume = "   [may change on resume]" if name.startswith(MAY_CHANGE) else ""
+    resume = "   [may change on resume]" if may_change(name) else ""
     section = name.rpartition(".")[0]
     says = said.get(name) or said.get(section, "")
     shown = f"{name}.NAME" if isinstance(default, ConfigDict) else f"{name} = {default!r}"

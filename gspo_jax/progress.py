@@ -24,6 +24,7 @@ from gspo_jax.parallel.compilation import CompileCounter, watch_compilation
 FORMATS: Mapping[str, Callable[[Any], str]] = {
     "reward": lambda x: f"reward {x:.3f}",
     "accuracy": lambda x: f"accuracy {x[0]:.1%} (iteration {x[1]})",  # evaluations are rare
+    "held_out_reward": lambda x: f"held-out reward {x[0]:.3f} (iteration {x[1]})",
     "clip_fraction": lambda x: f"clipped {x:.1%}",
     "flip_rate": lambda x: f"flipped {x:.1%}",
     "tokens_per_s": lambda x: f"{x:,.0f} tok/s",
@@ -105,8 +106,8 @@ class Progress:
         self._compiling = begins
 
     def keep(self, **shown: Any) -> None:
-        """Show numbers (see FORMATS) on a terminal until replaced."""
-        self._shown |= shown
+        """Show numbers (see FORMATS) on a terminal until replaced; None removes one."""
+        self._shown = {name: value for name, value in (self._shown | shown).items() if value is not None}
 
     def advance(self, **shown: Any) -> None:
         """End an iteration and show numbers (see FORMATS), and compilation time since the previous one.

@@ -26,7 +26,7 @@ from gspo_jax.errors import UserError
 from gspo_jax.parallel import processes
 from gspo_jax.parser import make_parser
 from gspo_jax.progress import make_table
-from gspo_jax.rewards.scorer import Row, Scorer
+from gspo_jax.rewards.scorer import Row, Scorer, check_weights
 
 _AT_A_TIME = 256
 _OWN_FIELDS = ("prompt", "completion", "scores", "errors")
@@ -57,6 +57,7 @@ def score(
       UserError: a line is no completion, a reward is unknown, or an option is out of range.
     """
     named = {reward.rpartition(":")[2]: reward for reward in rewards}
+    check_weights("reward", dict.fromkeys(named, 1.0))
     if len(named) < len(rewards):
         raise UserError(f"--reward={','.join(rewards)} names two functions alike; rename one")
     if workers < 1 or not 0 < timeout_s < math.inf:

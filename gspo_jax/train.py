@@ -8,6 +8,7 @@ adds the log, checkpoints and evaluations.
 
 import shlex
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,28 @@ from gspo_jax.run.opening import open_run
 from gspo_jax.setup.checks import check_elsewhere
 
 
-def train(config: ConfigDict, workdir: str | Path, *, start_over: bool = False, command: str = "") -> dict[str, Any]:
+def train(
+    config: ConfigDict,
+    workdir: str | Path,
+    *,
+    begin_from: str = "",
+    parts: Sequence[str] = (),
+    start_over: bool = False,
+    command: str = "",
+) -> dict[str, Any]:
     """Train until `config.iterations` are done, counting those before a resume. Return the first and last evaluation.
 
     Any program, e.g. a notebook, may call it after `cli.prepare(config)`, which sets the number of simulated devices on
-    CPU. With `start_over`, a run with lost or damaged checkpoints begins again. `command` is noted in the run folder.
+    CPU. A new run may begin from a checkpoint of another one, `begin_from`, RUN or RUN@STEP, with `parts` of
+    `branch.PARTS`, (): all that fit. With `start_over`, a run with lost or damaged checkpoints begins again. `command`
+    is noted in the run folder.
 
     Raises:
       UserError: config, folder or devices do not allow the run.
       StopRequested: SIGTERM, SIGINT or SIGHUP ended the run early. The newest iteration is saved.
     """
-    with open_run(config, workdir, start_over=start_over, command=command) as (run, state):
+    begin = {"begin_from": begin_from, "parts": parts, "start_over": start_over, "command": command}
+    with open_run(config, workdir, **begin) as (run, state):
         run.evaluate_if_due()
         for iteration in range(run.boundary.done, config.iterations):
             watch = run.watch()
@@ -53,7 +65,8 @@ def main(config: ConfigDict) -> None:
         return
     compiled, command = CompileCounter(), shlex.join(["python", "-m", "gspo_jax.train", *sys.argv[1:]])
     with suppress(StopRequested):
-        facts = train(config, flags.FLAGS.workdir, start_over=flags.FLAGS.start_over, command=command)
+        given: Any = {"begin_from": flags.FLAGS["from"].value or "", "parts": flags.FLAGS.from_parts}
+        facts = train(config, flags.FLAGS.workdir, **given, start_over=flags.FLAGS.start_over, command=command)
         facts["compile"] = {"programs": compiled.programs, "cached": compiled.cached, "seconds": compiled.seconds}
         cli.write_facts(flags.FLAGS.json, facts)
 

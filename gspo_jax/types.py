@@ -107,6 +107,8 @@ class OldPolicy:
     """The critic's estimate before each token; None without a critic."""
     routes: RouterRecord | None = None
     """The trainer's, following the sampler's under r3; None unless recomputed."""
+    teacher_logprobs: Float[Array, "*B T"] | None = None
+    """log π_T; None without a teacher, or if it is compared over the whole vocabulary."""
 
 
 @struct.dataclass
@@ -156,9 +158,9 @@ class Rewards:
     """Rewards: NumPy arrays, the same in every process, until they enter a jitted program."""
 
     total: Float[np.ndarray, "*B"]
-    """Weighted sum of the reward functions; NaN if one of them, or of the step rewards, failed."""
+    """Weighted sum of the reward functions; NaN if one of them, or of the step rewards, failed: no score."""
     learn: Bool[np.ndarray, "*B"]
-    """False for responses, such as unscored ones, that only count in their group's baseline."""
+    """False for responses that carry no gradient. Scored ones still count in their group's baseline."""
     by_name: dict[str, Float[np.ndarray, " B"]] = dataclasses.field(default_factory=dict)
     """Score of each reward function, mean per step for step-reward functions; NaN without a score."""
     without_worker: Bool[np.ndarray, " B"] | None = None
@@ -196,6 +198,12 @@ class Batch:
     """Turns of the policy."""
     stale_tokens: Int[np.ndarray, " B"] = _LATER
     """Tokens sampled by older policies (partial rollouts)."""
+    failed: Bool[np.ndarray, " B"] = _LATER
+    """True for episodes whose environment failed, which have no score."""
+    turn_ends: Int[np.ndarray, "B turns"] | None = None
+    """Tokens up to the end of each of the policy's turns, 0 past the last; None without an environment."""
+    turn_rewards: Float[np.ndarray, "B turns"] | None = None
+    """The environment's reward of each turn, NaN where it gave none."""
     rewards: Rewards = _LATER
     packing: Packing = _LATER
     """Set by `Engine.pack`, which deals the rollout to its places."""
@@ -228,6 +236,9 @@ HOST_COLUMNS = (
     "truncated",
     "turns",
     "stale_tokens",
+    "failed",
+    "turn_ends",
+    "turn_rewards",
     "rewards",
 )
 

@@ -14,9 +14,9 @@ import tempfile
 import traceback
 import warnings
 
-from gspo_jax import bench, coldstart, convert, doctor, evaluate, plan, report, score, sweep, train
+from gspo_jax import bench, coldstart, convert, doctor, evaluate, plan, report, sample, score, sweep, train
 
-MODULES = (bench, coldstart, convert, doctor, evaluate, plan, report, score, sweep, train)
+MODULES = (bench, coldstart, convert, doctor, evaluate, plan, report, sample, score, sweep, train)
 
 
 def run(module: str, arguments: list[str]) -> tuple[int, str, str]:

@@ -6,6 +6,7 @@ the NUMBER-th time, it
 - `TERM`, `KILL` …: gets that signal, and goes on once it has noticed, if it ever does; `INTx2` …: gets it twice;
 - `group-INT` …: its whole process group does, launcher and all, as from a terminal;
 - `slow`: sleeps for a second, then and every time it reaches the point;
+- `skip`: has its updates counted as skipped, then and every time it reaches the point `updated`;
 - `clock`: has its clock set back by five hours or ahead by nine, in turn, then and every time it reaches the point;
 - `power`: loses its power. What was not synced is lost, or cut where more was added to what was; checkpoints stay.
 
@@ -56,6 +57,8 @@ def inject(fault: str) -> None:
         reached(name, self)
 
     def update_and_suffer(self: Watch, *given: Any) -> None:
+        if action == "skip" and len(seen) + 1 >= int(number):
+            given[-1]["update/skipped"] = 1
         update(self, *given)
         reached("updated", self._phases)
 

@@ -441,6 +441,65 @@ def group_steps(rewards: np.ndarray, steps: np.ndarray, group_size: int) -> np.n
     return out
 
 
+def of_group(name: str, x: list[float]) -> list[float]:
+    """A critic-free advantage of one group; NaN is no score, leaves the others alone and gets 0."""
+    known = [each for each in x if not math.isnan(each)]
+    if not known:
+        return [0.0] * len(x)
+    mean = math.fsum(known) / len(known)
+    found = {
+        "group_zscore": lambda: zscore(known),
+        "group_centered": lambda: [each - mean for each in known],
+        "leave_one_out": lambda: [len(known) / max(len(known) - 1, 1) * (each - mean) for each in known],
+        "max_rl": lambda: [(each - mean) / mean if mean > 0 else 0.0 for each in known],
+    }[name]()
+    rest = iter(found)
+    return [0.0 if math.isnan(each) else next(rest) for each in x]
+
+
+def of_groups(name: str, rewards: np.ndarray, group_size: int) -> np.ndarray:
+    groups = [rewards[first : first + group_size].tolist() for first in range(0, len(rewards), group_size)]
+    return np.array([each for group in groups for each in of_group(name, group)])
+
+
+def gdpo(rewards: dict[str, np.ndarray], weights: dict[str, float], group_size: int) -> np.ndarray:
+    """The weighted sum of z-scores within the group, z-scored over the responses of the batch with any score."""
+    total = sum(w * of_groups("group_zscore", rewards[name], group_size) for name, w in weights.items())
+    scored = [i for i in range(len(total)) if any(not math.isnan(rewards[name][i]) for name in weights)]
+    out = np.zeros(len(total))
+    if scored:
+        out[scored] = zscore([total[i] for i in scored])
+    return out
+
+
+def group_turns(
+    name: str, rewards: np.ndarray, outcome: np.ndarray, mask: np.ndarray, group_size: int, discount: float
+) -> np.ndarray:
+    """For every turn, the advantage of Σ_j γ^(j−k)·r_j among the episodes of the group that have a turn k."""
+    turns: list[list[list[int]]] = []
+    for row in mask:
+        found: list[list[int]] = []
+        for t in range(len(row)):
+            if row[t] and (t == 0 or not row[t - 1]):
+                found.append([])
+            if row[t]:
+                found[-1].append(t)
+        turns.append(found)
+    out = np.zeros(mask.shape)
+    for first in range(0, len(mask), group_size):
+        for k in range(max(len(turns[i]) for i in range(first, first + group_size))):
+            returns = []
+            for i in range(first, first + group_size):
+                own = [math.fsum(rewards[i, t] for t in turn) for turn in turns[i]]
+                later = [discount ** (j - k) * own[j] for j in range(k, len(own))]
+                end = discount ** (len(own) - 1 - k) * outcome[i] if len(own) > k else math.nan
+                returns.append(math.nan if math.isnan(end) else math.fsum([*later, end]))
+            for i, advantage in zip(range(first, first + group_size), of_group(name, returns), strict=True):
+                for t in turns[i][k] if len(turns[i]) > k else ():
+                    out[i, t] = advantage
+    return out
+
+
 def value_loss(v: float, old: float, target: float, clip: float) -> tuple[float, bool, float]:
     """½·max(free, clipped); True if the clipped error is larger; and the derivative with respect to v."""
     free = (v - target) ** 2

@@ -179,7 +179,29 @@ def test_a_config_argument_that_does_not_exist(name):
         ({"coldstart.terse": (0.5, 1.5)}, r"coldstart.terse has 1.5; use a fraction from 0 to 1 for each stage"),
         (
             {"eval.correct": "answer_format"},
-            "'answer_format', which is not among the config's rewards; use one of exact_answer",
+            "'answer_format', which is not among the config's rewards; use one of exact_answer, or leave it empty",
+        ),
+        (
+            {"rewards.code_tests_share": 0.0, "eval.correct": "code_tests_share"},
+            "eval.correct is 'code_tests_share', which gives scores between wrong and correct; use a reward of",
+        ),
+        ({"objective.advantage": "gdop"}, "objective.advantage is 'gdop'; use 'gdpo', .*or '' for the objective's own"),
+        (
+            {"objective.advantage": "gdpo", "objective.name": "ppo"},
+            "'gdpo', and ppo takes its advantages from a critic",
+        ),
+        ({"objective.advantage": "gdpo", "rewards.exact_answer": 0.0}, "'gdpo', and no reward has a weight"),
+        ({"objective.advantage": "max_rl", "rewards.exact_answer": -1.0}, "exact_answer is a punishment.*'max_rl'"),
+        ({"objective.advantage": "max_rl", "overlong.penalty": 1.0}, "overlong.penalty is 1.0, but .*'max_rl' divides"),
+        (
+            {"objective.turn_discount": 0.9},
+            "turn_discount is 0.9, which gives each turn its .*gspo has one per response",
+        ),
+        ({"objective.turn_discount": 0.9, "objective.name": "ppo"}, "and ppo discounts per token by its gamma"),
+        ({"objective.turn_discount": 1.5}, "objective.turn_discount is 1.5; use a fraction from 0 to 1"),
+        (
+            {"objective.turn_discount": 0.9, "objective.name": "gspo_token", "objective.advantage": "gdpo"},
+            "turn_discount is 0.9, and objective.advantage 'gdpo' compares whole responses",
         ),
         ({"mesh.data": 0}, "mesh.data is 0; use 1 to 2147483647, or -1 for the remaining devices"),
         ({"routing.replay": "r4"}, "routing.replay is 'r4'; use 'none', 'r2' or 'r3'"),

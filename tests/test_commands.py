@@ -19,6 +19,7 @@ PLAN = "plan --config=configs/qwen3_30b_a3b.py"
 CUBE = f"{PLAN} --topology=v5p:4x4x4"
 ADDER = "tests/golden/adder"
 SWEEP = f"sweep {TINY} --runs=TMP/sweep"
+SAMPLE = f"sample --model={ADDER}"
 
 MISTAKES = {
     # A flag, or a field of the config, that does not exist.
@@ -41,6 +42,7 @@ MISTAKES = {
     "score --reward=x --in=x --out=x --workes=2": "unrecognized arguments: --workes=2; did you mean --workers?",
     f"evaluate {TINY} --workdir=TMP --benchmark=gsm9k": "unknown benchmark 'gsm9k'; did you mean 'gsm8k'?",
     f"evaluate {TINY} --workdir=TMP --benchmark=gsm8k": "--data is missing: the folder or file of gsm8k",
+    f"{SAMPLE} --promt=x": "unknown flag --promt; did you mean --prompt?",
     f"{SWEEP} --seed=3": "unknown flag --seed; did you mean --seeds?",
     f"{SWEEP} --sweep objective.nme=gspo,grpo": "no field 'objective.nme'; did you mean 'objective.name'?",
     # A flag that is missing.
@@ -54,6 +56,12 @@ MISTAKES = {
     "bench": "--model is missing; give the model's Hugging Face folder",
     "report": "the following arguments are required: RUN",
     "score": "the following arguments are required: --reward, --in, --out\n",
+    "sample --prompt=x": "--workdir is missing: a run to sample from; or give a Hugging Face folder, --model=DIR\n",
+    f"{SAMPLE} --in=x": "--in needs a file for the responses; give one with --out=FILE\n",
+    f"{SAMPLE} --prompt=x --logprobs": "--logprobs goes into the file of responses; give one with --out=FILE\n",
+    f"{SAMPLE} --prompt=x --score": "--score needs rows with reference answers; give a file of them with --in=FILE\n",
+    SAMPLE: "a chat needs a terminal, and there is none; give --prompt=TEXT, or --in=FILE and --out=FILE\n",
+    f"{SAMPLE} --samples=2": "--samples is for --prompt or --in, and without either this is a chat; give one of them\n",
     SWEEP: "configs/tiny.py has no get_sweep(), so nothing to compare; give --sweep FIELD=VALUE,VALUE, or --seeds=N\n",
     "sweep --seeds=2": "--config is missing; for example --config=configs/tiny.py",
     # A config that is no config.
@@ -108,6 +116,11 @@ MISTAKES = {
     f"evaluate {TINY} --workdir=no": "no does not exist; give the --workdir of a run",
     f"evaluate {TINY} --workdir=docs": "docs holds no run: it has no coldstart",
     f"evaluate {TINY} --workdir=pyproject.toml": "pyproject.toml is not a folder; give the --workdir of a run",
+    f"evaluate {TINY} --workdir=TMP --keep=README.md": "--keep=README.md exists; give another file, or remove it\n",
+    f"{SAMPLE} --prompt=x --out=README.md": "--out=README.md exists; give another file, or remove it\n",
+    "sample --workdir=no --prompt=x": "folder no does not exist; give the --workdir of a run\n",
+    f"sample --workdir={ADDER} --prompt=x": f"{ADDER} holds no run; give the --workdir of one, or a Hugging",
+    "sample --model=docs --prompt=x": "docs/config.json does not exist",
     f"coldstart {TINY} --workdir=docs": "docs is not empty; give --workdir a new folder",
     f"{CUBE} --rates=no.json": "--rates=no.json cannot be used ([Errno 2] No such file",
     f"{CUBE} --cache=pyproject.toml": "--cache=pyproject.toml is a file; give a folder",
@@ -121,6 +134,11 @@ MISTAKES = {
     "report no": "folder no does not exist",
     f"{SWEEP} --sweep objective.name=gspo": "has a single value; give several, or set it by --config.objective.",
     f"{SWEEP} --sweep objective.name=gspo,gsop": "no objective 'gsop'; did you mean 'gspo'?",
+    f"{SAMPLE} --prompt=x --temperature=-1": "--temperature is '-1'; use a non-negative number",
+    f"{SAMPLE} --prompt=x --samples=0": "--samples is '0'; use a positive integer",
+    f"{SAMPLE} --prompt=x --step=3": f"step is 3, and {ADDER} is a model without iterations; leave it out\n",
+    f"{SAMPLE} --prompt=x --workdir=docs": "--workdir and --model are both given; give the run, or the Hugging Face",
+    f"{SAMPLE} --prompt=x --in=x --out=TMP/o": "--prompt and --in are both given; give one of them\n",
     f"{SWEEP} --sweep iterations=3,many": "iterations is 'many'; use a whole number\n",
     f"{SWEEP} --seeds=two": "--seeds is 'two'; use how many, such as 3, or which, such as 0,2,5\n",
     f"{SWEEP} --seeds=2 --jobs=0": "--jobs is '0'; use a positive integer\n",

@@ -27,6 +27,8 @@ from gspo_jax.secrets import redacted
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 20.0
 """Seconds before the second attempt, doubled with each; and the most, also of those that a server asks for."""
 _BEAT_S = 0.5
+_MOST_IDLE = 64
+"""Threads kept for the next calls."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,6 @@ class Calls(AbstractContextManager["Calls"]):
         self.limits = limits
         self._loop = _loop()
         self._room = _Room(limits.concurrency, limits.tokens)
-        self._threads = _Threads(limits.concurrency)
         self._running = set[asyncio.Task[None]]()
         self._failed_in_a_row, self._last_cause = 0, ""
         self._closed = False
@@ -131,7 +132,7 @@ class Calls(AbstractContextManager["Calls"]):
 
     async def _within(self, seconds: float, function: Callable[..., Any], arguments: Any) -> Any:
         """Return what the function returns. One that does not heed its end is left behind."""
-        task = self._loop.create_task(self._called(function, arguments))
+        task = self._loop.create_task(called(function, *arguments))
         try:
             done, _ = await asyncio.wait([task], timeout=max(0.0, seconds))
         except asyncio.CancelledError:
@@ -145,10 +146,11 @@ class Calls(AbstractContextManager["Calls"]):
             raise CallFailed("the function cancelled its own call")
         return task.result()
 
-    async def _called(self, function: Callable[..., Any], arguments: Any) -> Any:
-        waiting = function(*arguments) if is_async(function) else self._threads.submit(function, arguments, self._loop)
-        value = await waiting
-        return await value if inspect.isawaitable(value) else value
+
+async def called(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function returns: awaited, or called in a thread unless it is a coroutine function."""
+    value = await (function(*arguments) if is_async(function) else _threads.submit(function, arguments))
+    return await value if inspect.isawaitable(value) else value
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -222,15 +224,14 @@ class _Taken:
 class _Threads:
     """Daemon threads, started as needed, so that one that hangs holds up neither others nor the process's end."""
 
-    def __init__(self, most: int) -> None:
-        self._most, self._idle = most, 0
+    def __init__(self) -> None:
+        self._idle = 0
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
 
-    def submit(
-        self, function: Callable[..., Any], arguments: Any, loop: asyncio.AbstractEventLoop
-    ) -> "asyncio.Future[Any]":
-        """Call in a thread; the future is the loop's."""
+    def submit(self, function: Callable[..., Any], arguments: Any) -> "asyncio.Future[Any]":
+        """Call in a thread. The future is the running loop's."""
+        loop = asyncio.get_running_loop()
         done = loop.create_future()
 
         def settle(value: Any, error: BaseException | None) -> None:
@@ -257,9 +258,12 @@ class _Threads:
         while True:
             self._tasks.get()()
             with self._lock:
-                if self._idle >= self._most:
+                if self._idle >= _MOST_IDLE:
                     return
                 self._idle += 1
+
+
+_threads = _Threads()
 
 
 def _not_stop(error: BaseException) -> BaseException:

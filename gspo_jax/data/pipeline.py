@@ -130,23 +130,26 @@ class Batches(Generic[_Batch]):
         state = {"grain": self._iterator.get_state(), "settings": self._settings, "content": self._content}
         return json.dumps(state)
 
-    def check_state(self, state: str) -> None:
-        """Raise UserError if a position was saved with other data, seed or batch size.
+    def difference(self, state: str) -> str:
+        """Return how data, seed or batch size differ from those that a position was saved with, "" if they do not.
 
         Data are the prompt tokens and all fields of the records in use.
         """
         saved = json.loads(state)
         for name, value in self._settings.items():
-            if saved["settings"].get(name) != value:
-                raise UserError(
-                    f"the data position was saved with {name} {saved['settings'].get(name)}, but this run has {value}; "
-                    "set it back, or start a new run"
-                )
+            if (there := saved["settings"].get(name)) != value:
+                return f"the data position was saved with {name} {there}, but this run has {value}"
         if changed := changes(saved["content"], self._content):
-            raise UserError(
+            return (
                 f"the records of {self._name} are not those that the data position was saved with: they differ in "
-                f"{', '.join(changed)}; put them back, or start a new run"
+                f"{', '.join(changed)}"
             )
+        return ""
+
+    def check_state(self, state: str) -> None:
+        """Raise UserError if a position was saved with other data, seed or batch size; see `difference`."""
+        if difference := self.difference(state):
+            raise UserError(f"{difference}; put back what was there, or start a new run")
 
     def set_state(self, state: str) -> None:
         """Continue from a saved position, after `check_state`."""

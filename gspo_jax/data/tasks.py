@@ -58,8 +58,8 @@ def load(
     if limit is not None and limit < 1:
         field = "eval.prompts" if split == "test" else "data.limit"
         raise UserError(f"limit is {limit}; use 1 or more, or None for all records (in a config: {field}, 0 for all)")
-    if instruction is None:  # worked answers teach the form of generated tasks
-        instruction = benchmarks.NUMBER if task == "gsm8k" else ""
+    if instruction is None:
+        instruction = own_instruction(task)
     if task == "jsonl":
         if options:
             raise UserError(f"task jsonl has no option {', '.join(options)}; leave that out")
@@ -87,6 +87,11 @@ def load(
             remedy = "have the function return at least one row"
         raise UserError(f"{records.name}, the {split} split of {task}, has no records; {remedy}")
     return records
+
+
+def own_instruction(task: str) -> str:
+    """Return the text that a task appends to its questions. Worked answers teach the form of generated tasks."""
+    return benchmarks.NUMBER if task == "gsm8k" else ""
 
 
 def check(task: str, folder: str | None, own: Collection[str] = ()) -> None:

@@ -115,12 +115,7 @@ class Tokenizer:
             it, takes too much, or writes an unknown special token.
         """
         folder = Path(folder)
-        path = folder / "tokenizer.json"
-        if not foreign.is_file(path, inside=folder):
-            raise UserError(f"{folder} has no tokenizer.json; give a folder with a fast (tokenizers) tokenizer")
-        backend = backends.load(path)
-        settings = added_tokens.read_settings(folder)
-        added_tokens.add(backend, folder, settings)
+        backend, settings = _read_backend(folder)
         settings["chat_template"] = _template_source(folder, settings.get("chat_template"))
         eos, pads = ([_token_id(backend, settings, f"{key}_token", folder)] for key in ("eos", "pad"))
         for file in (folder / _GENERATION, folder / CONFIG):
@@ -167,9 +162,14 @@ class Tokenizer:
         return cls(backend, eos_ids=[eos], pad_id=pad, settings=settings)
 
     @property
+    def vocabulary(self) -> dict[int, str]:
+        """All tokens by id, as tokenizer.json spells them."""
+        return _vocabulary(self._backend)
+
+    @property
     def vocab_size(self) -> int:
         """Largest id + 1, added tokens included."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self.vocabulary) + 1
 
     @property
     def special(self) -> list[str]:
@@ -497,6 +497,24 @@ class Tokenizer:
         """Write the EOS ids to `generation_config.json`, keeping its other keys."""
         ids = {"eos_token_id": list(self.eos_ids), "pad_token_id": self.pad_id}
         _write_json(folder / _GENERATION, read_if_any(folder / _GENERATION) | ids)
+
+
+def read_vocabulary(folder: Path) -> dict[int, str]:
+    """Return the tokens of a Hugging Face folder's tokenizer by id. Raise as `Tokenizer.load` for damaged files."""
+    return _vocabulary(_read_backend(folder)[0])
+
+
+def _read_backend(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    path = folder / "tokenizer.json"
+    if not foreign.is_file(path, inside=folder):
+        raise UserError(f"{folder} has no tokenizer.json; give a folder with a fast (tokenizers) tokenizer")
+    backend, settings = backends.load(path), added_tokens.read_settings(folder)
+    added_tokens.add(backend, folder, settings)
+    return backend, settings
+
+
+def _vocabulary(backend: tokenizers.Tokenizer) -> dict[int, str]:
+    return {index: token for token, index in backend.get_vocab(with_added_tokens=True).items()}
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:

@@ -143,7 +143,7 @@ def hold(workdir: str | os.PathLike[str]) -> Iterator[Callable[[], None]]:
         with explained(os.fspath(workdir), place="its parent folder" if isinstance(place, Path) else "the bucket"):
             held.append(acquire(place))
 
-    processes.check_first(take)
+    processes.ask_first(take)
     try:
         yield held[0].confirm if held else lambda: None
     finally:

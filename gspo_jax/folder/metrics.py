@@ -126,7 +126,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         write_atomically(self._path, "".join(dumps(row) + "\n" for row in kept))
         if kept:
             self.last_step, self._names = kept[-1]["step"], set(kept[-1])
-        if self.last_step < after_step:
+        if max(self.last_step, 0) < after_step:  # step 0 may have no line: it is only evaluated
             logging.warning(
                 "%s ends at step %d, but the run continues from step %d: the steps in between are lost",
                 self._path,

@@ -3,7 +3,7 @@
 import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,10 @@ FINISHED_FILE = "finished.json"
 """The last checkpoint's `step`."""
 SAVED_FILE = "saved.json"
 """The newest checkpoint's `step`, to notice lost checkpoints."""
+ORIGIN_FILE = "origin.json"
+"""Of a run that began from another one's checkpoint: what was taken from where, see run/branch.py."""
+CHANGES_FILE = "changes.json"
+"""Fields changed on resuming: `field`, values `before` and `after`, first `update` and `iteration` with the latter."""
 
 
 def write_config(workdir: str | os.PathLike[str], config: Mapping[str, Any], *, command: str) -> None:
@@ -51,9 +55,34 @@ def by_field(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def note(folder: str | os.PathLike[str], name: str, **facts: Any) -> None:
+def note(folder: str | os.PathLike[str], name: str, /, **facts: Any) -> None:
     """Write one of the small files."""
     write_atomically(Path(folder) / name, json.dumps(facts) + "\n")
+
+
+def read_note(workdir: str | os.PathLike[str], name: str) -> dict[str, Any] | None:
+    """Return the contents of one of the small files, if any. Raises UserError if it is damaged."""
+    return foreign.read_json(Path(workdir) / name, inside=workdir, remedy="restore it or delete it")
+
+
+def write_changes(workdir: str | os.PathLike[str], changes: Sequence[Mapping[str, Any]]) -> None:
+    """Write all changes so far to `changes.json`. A run without any has no such file."""
+    if changes:
+        note(workdir, CHANGES_FILE, changes=list(changes))
+    else:
+        (Path(workdir) / CHANGES_FILE).unlink(missing_ok=True)
+
+
+def read_changes(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the changes on resuming, oldest first."""
+    found = read_note(workdir, CHANGES_FILE)
+    return [] if found is None else found["changes"]
+
+
+def change_line(change: Mapping[str, Any]) -> str:
+    """Return a change on resuming as text: "optimizer.learning_rate 1e-06 → 5e-07 from update 121 on"."""
+    values = f"{change['before']!r} → {change['after']!r}"
+    return f"{change['field']} {values} from update {change['update']} on"
 
 
 def clear_end(workdir: str | os.PathLike[str]) -> None:

@@ -92,6 +92,15 @@ def find(folder: str | os.PathLike[str], *, flag: str = "--workdir") -> AnyPath:
     return place
 
 
+def split_step(name: str) -> tuple[str, int | None]:
+    """Split RUN@STEP into a run's folder and the step of a checkpoint, None without one.
+
+    Only digits after the last @ are a step: a folder `a@5` is written `a@5/`.
+    """
+    run, at, step = name.rpartition("@")
+    return (run, int(step)) if at and step.isdecimal() and step.isascii() else (name, None)
+
+
 def check_place(folder: str | os.PathLike[str]) -> None:
     """Check a run folder's name and, if local, contents and write access.
 

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of target tokens from hidden states, without a [B, T, V] array."""
+"""Log-probs, entropies and divergences of token distributions from hidden states, without a [B, T, V] array."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -71,6 +71,39 @@ def token_logprobs(
     """
     with jax.named_scope("logits"):
         return _logprobs(hidden, head, targets, temperature, chunk)
+
+
+def divergences(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "D V"],
+    other_hidden: Float[Array, "B T E"],
+    other_head: Float[Array, "E U"],
+    *,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+) -> Float[Array, "B T"]:
+    """Return KL(p ‖ q) = Σ_v p_v (log p_v − log q_v), p = softmax(h W / temperature), and q likewise of another model.
+
+    The sum is over the min(U, V) ids that both have. q is constant. With f_v = log p_v − log q_v on these ids the
+    gradient in logit l_j is p_j (f_j − KL) / temperature if U ≥ V. Logits of both exist for about `chunk` tokens at
+    once, in the backward pass too, which recomputes them. Outputs are float32.
+    """
+    other_hidden, other_head = jax.lax.stop_gradient((other_hidden, other_head))
+    split, join = _chunks(hidden.shape[:2], chunk)
+    both = min(head.shape[1], other_head.shape[1])
+
+    def one(h: Array, other: Array) -> Array:
+        log_p, log_q = (
+            jax.nn.log_softmax(matmul(x, w, dtype=jnp.float32) / temperature)[..., :both]
+            for x, w in ((h, head), (other, other_head))
+        )
+        return (jnp.exp(log_p) * (log_p - log_q)).sum(axis=-1)
+
+    def step(_: None, xs: tuple[Array, Array]) -> tuple[None, Array]:
+        return None, jax.checkpoint(one, prevent_cse=False)(*xs)
+
+    with jax.named_scope("logits"):
+        return join(jax.lax.scan(step, None, split((hidden, other_hidden)))[1])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from gspo_jax.measuring.held_out import rewards_in
+
 SURE, UNSURE = 3.0, 1.0
 """Standard errors."""
 
@@ -15,10 +17,12 @@ def gamed(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
     metrics of two evaluations of a run (`Evaluation.metrics`).
     """
     sure = SURE < _rise("eval/reward", first, last) < math.inf
-    if not sure or _rise("eval/accuracy", first, last) > UNSURE or _at_its_limit(last):
+    if not sure or None in _ends("eval/accuracy", first, last):
         return ""
-    functions = [name for name in last if name.startswith("eval/reward/") and None not in _ends(name, first, last)]
-    changes = [f"{name.removeprefix('eval/reward/')} from {_change(name, first, last)}" for name in functions]
+    if _rise("eval/accuracy", first, last) > UNSURE or _at_its_limit(last):
+        return ""
+    functions = {name: metric for name, metric in rewards_in(last).items() if None not in _ends(metric, first, last)}
+    changes = [f"{name} from {_change(metric, first, last)}" for name, metric in functions.items()]
     return (
         f"the reward may be gamed: on held-out prompts it rose from {_change('eval/reward', first, last)} "
         f"({', '.join(changes)}), while the accuracy went from {_change('eval/accuracy', first, last)}. Read the "

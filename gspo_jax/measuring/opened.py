@@ -16,9 +16,10 @@ from gspo_jax.folder.storage import RunFolder, open_folder
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import hosts
 from gspo_jax.rewards.batches import BatchScorer
+from gspo_jax.rewards.replies import Replies
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rollout.episodes import Player
-from gspo_jax.setup import data, inputs, players, policy
+from gspo_jax.setup import data, inputs, players, policy, teacher
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.training.checkpoint import load_newest
@@ -38,6 +39,8 @@ class OpenPolicy:
     engine: Engine
     player: Player
     """Plays whole episodes, without partial rollouts or rounds, with the weights that `load` or an iteration syncs."""
+    replies: Replies | None
+    """The environment, if any."""
     scorer: BatchScorer
 
     @property
@@ -50,13 +53,17 @@ class OpenPolicy:
         """Digests of the files behind policy and rewards."""
         return inputs.of_run(self.config, self.folder)
 
-    def load(self) -> tuple[Weights, str]:
-        """Load the newest weights, or the initial policy's, into the sampler. Return them with their name."""
+    def load(self, step: int | None = None) -> tuple[Weights, str]:
+        """Load weights into the sampler: as `policy.weights_of_run`, or `model.folder`'s. Return them with their name.
+
+        Raises:
+          UserError: there is no checkpoint of iteration `step`.
+        """
         made = self.engine
         if self.files is None:
             weights, name = made.load(self.folder), "the first policy"
         else:
-            weights, name = policy.newest_weights(self.config, self.files, made.policy, made.meshes.trainer)
+            weights, name = policy.weights_of_run(self.config, self.files, made.policy, made.meshes.trainer, step=step)
         made.sampler.load(weights)
         return weights, name
 
@@ -64,6 +71,7 @@ class OpenPolicy:
         """Return the engine with its weights, the newest or initial train state, and the state's name."""
         config, made, folder = self.config, self.engine, self.folder
         mesh = made.meshes.trainer
+        teacher.check_tokens(config, self.tokenizer)
         reference, restored = policy.reference_params(config, folder, made.policy, mesh), None
         if self.files is not None:
             where = self.files.checkpoints
@@ -74,7 +82,8 @@ class OpenPolicy:
         else:
             weights = made.load(folder)
             state, frozen, name = made.begin(weights), weights.frozen, "the first policy"
-        return dataclasses.replace(made, frozen=frozen, reference=reference), state, name
+        taught_by = None if made.teacher is None else made.teacher.load(mesh)
+        return dataclasses.replace(made, frozen=frozen, reference=reference, teacher_params=taught_by), state, name
 
     def prompts(self) -> Batches[Prompts]:
         """Return endless batches of training prompts."""
@@ -126,5 +135,6 @@ def open_policy(
             tokenizer=tokenizer,
             engine=made,
             player=player,
+            replies=replies,
             scorer=scored,
         )

@@ -62,7 +62,8 @@ def run(config: ConfigDict, workdir: str | Path, *, name: str, place: str, sampl
     Returns:
       `benchmark`, `problems`, `samples`, `protocol`, `answers` (a file), `left_out` (prompts that do not fit),
       fractions `truncated` and `failed`, `means` of every reward, and for the deciding reward `mean`, `pass` and
-      `majority` by k with `intervals`. Results are None with too few scored samples. {} on all but the first process.
+      `majority` by k with `intervals`, None and {} if it gives no verdicts of 0 or 1, or none decides. Results are None
+      with too few scored samples. {} on all but the first process.
 
     Raises:
       UserError: the benchmark is unknown or unreadable, or does not fit the config.
@@ -208,17 +209,27 @@ def summarize(
     majority: bool,
     seed: int,
 ) -> dict[str, Any]:
-    """Return the results of answers, as in `run`. `decides` gets each problem's first row."""
+    """Return the results of answers, as in `run`. `decides` gets each problem's first row; "": none decides."""
     problems: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         problems.setdefault(row["problem"], []).append(row)
+    total = sum(map(len, problems.values()))
+    means = {
+        name: _mean(np.array([_mean(_scores(samples, name)) for samples in problems.values()], float))
+        for name in rewards
+    }
+    shared = {"means": means, "truncated": sum(row["truncated"] for row in rows) / total}
+    if not all(_is_judged(samples, decides(samples[0])) for samples in problems.values()):
+        if not any(mean is not None for mean in means.values()):
+            raise ScoringFailed(f"none of the {len(rows)} responses could be scored; check the benchmark's records")
+        failed = np.mean([all(score is None for score in row["scores"].values()) for row in rows])
+        nothing = {"mean": None, "pass": {}, "majority": {}}
+        return nothing | {"intervals": nothing} | shared | {"failed": float(failed)}
     judged = []  # per problem: answers and correctness of scored samples
     for samples in problems.values():
         name = decides(samples[0])
         scored = [row for row in samples if row["scores"][name] is not None]
-        judged.append(
-            ([row["answer"] for row in scored], np.array([row["scores"][name] > 0.5 for row in scored], bool))
-        )
+        judged.append(([row["answer"] for row in scored], np.array([row["scores"][name] == 1 for row in scored], bool)))
     right, count = (np.array(column, int) for column in zip(*((r.sum(), len(r)) for _, r in judged), strict=True))
     if not count.any():
         raise ScoringFailed(f"none of the {len(rows)} responses could be scored; check the benchmark's records")
@@ -237,11 +248,6 @@ def summarize(
     # A problem with fewer than k scored samples does not count where k are needed.
     mean = {name: _mean(values) for name, values in by_problem.items()}
     between = {name: _finite(estimates.interval(values, seed=seed)) for name, values in by_problem.items()}
-    means = {
-        name: _mean(np.array([_mean(_scores(samples, name)) for samples in problems.values()], float))
-        for name in rewards
-    }
-    total = sum(map(len, problems.values()))
     kinds = {"pass": ks, "majority": ks if majority else ()}
 
     def by_k(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,8 +256,7 @@ def summarize(
     return {
         **by_k(mean),
         "intervals": by_k(between),
-        "means": means,
-        "truncated": sum(row["truncated"] for row in rows) / total,
+        **shared,
         "failed": 1 - int(count.sum()) / total,
     }
 
@@ -264,11 +269,12 @@ def metrics(label: str, facts: dict[str, Any]) -> dict[str, float]:
         "": facts["mean"],
         "_low": low,
         "_high": high,
-        "_pass_at_k": facts["pass"][k],
+        "_pass_at_k": facts["pass"].get(k),
         "_majority_at_k": facts["majority"].get(k),
         "_failed": facts["failed"],
         "_truncated": facts["truncated"],
     }
+    found |= {f"/{name}": mean for name, mean in facts["means"].items()}
     return {f"benchmark/{label}{name}": value for name, value in found.items() if value is not None}
 
 
@@ -280,8 +286,11 @@ def described(facts: dict[str, Any]) -> str:
 
     n, spans = facts["samples"], facts["intervals"]
     lines = [f"{facts['benchmark']}: {facts['problems']} problems, {n} samples of each"]
-    lines[0] += f"; in brackets {estimates.COVERAGE:.0%} intervals"
-    lines.append(f"mean@{n} {share(facts['mean'], spans['mean'])}")
+    if facts["pass"]:
+        lines[0] += f"; in brackets {estimates.COVERAGE:.0%} intervals"
+        lines.append(f"mean@{n} {share(facts['mean'], spans['mean'])}")
+    else:
+        lines[0] += "; means of the rewards, since none gives verdicts of 0 or 1"
     for kind in ("pass", "majority"):
         lines += [f"{kind}@{k} {share(value, spans[kind][k])}" for k, value in facts[kind].items()]
     lines.append("; ".join(f"{name} {'–' if mean is None else f'{mean:.3f}'}" for name, mean in facts["means"].items()))
@@ -308,6 +317,11 @@ def _finite(between: tuple[float, float]) -> list[float] | None:
 
 def _scores(samples: Sequence[dict[str, Any]], name: str) -> np.ndarray:
     return np.array([np.nan if row["scores"][name] is None else row["scores"][name] for row in samples], float)
+
+
+def _is_judged(samples: Sequence[dict[str, Any]], name: str) -> bool:
+    """Return True if a reward decides a problem's samples, by 0 or 1."""
+    return name != "" and all(row["scores"][name] in (0, 1, None) for row in samples)
 
 
 def _is_file(name: str) -> bool:

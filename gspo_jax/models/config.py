@@ -123,9 +123,12 @@ class ModelConfig:
         plain = plain_frequencies(self.rope_theta, self.head_dim)
         return plain if self.rope_scaling is None else self.rope_scaling.stretch(plain)
 
-    def check_mesh(self, sizes: dict[str, int]) -> None:
-        """Raise a UserError if a mesh axis does not divide its dimension."""
-        if not self.is_routed and sizes["expert"] > 1:
+    def check_mesh(self, sizes: dict[str, int], *, frozen: bool = False) -> None:
+        """Raise a UserError if a mesh axis does not divide its dimension.
+
+        A `frozen` dense model may share a mesh with a mixture of experts: its columns are spread over `expert`.
+        """
+        if not self.is_routed and sizes["expert"] > 1 and not frozen:
             raise UserError(f"mesh axis expert = {sizes['expert']} but the model is dense; use expert = 1")
         routed = [stack for stack in self.stacks if stack.is_routed]
         split: dict[str, list[tuple[str, int]]] = {

@@ -35,6 +35,8 @@ class Flops(NamedTuple):
     head: float | int
     adapters: float | int = 0
     """Low-rank adapters. If any, they alone are trained."""
+    beside: float | int = 0
+    """A teacher in an update, with all that comparing it over the vocabulary takes."""
 
     @property
     def forward(self) -> float | int:

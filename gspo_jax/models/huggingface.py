@@ -96,7 +96,7 @@ def load_params(
       UserError: the mesh does not divide the model, or a file or tensor is missing, damaged or misshapen.
     """
     if mesh is not None:
-        config.check_mesh(dict(mesh.shape))
+        config.check_mesh(dict(mesh.shape), frozen=base != "trained")
     _, shapes = abstract(config, base=base)
     with contextlib.ExitStack() as stack:
         checkpoint = Checkpoint(pathlib.Path(folder), stack)

@@ -1,17 +1,25 @@
 """Advantage estimators, from the rewards of a group or from a critic.
 
-Every row of a group counts, even if masked out. Groups of one or of equal rewards get exactly 0: one value is
-subtracted before the mean, since in float32 the mean of eight 0.1s is not 0.1.
+Every scored row of a group counts, even if masked out. A NaN reward is no score: the row leaves the group's statistics
+and gets 0. Groups of one or of equal rewards get exactly 0: one value is subtracted before the mean, since in float32
+the mean of eight 0.1s is not 0.1.
+
+`__all__` are the estimators that a config may choose.
 """
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from gspo_jax.errors import choices
 from gspo_jax.objectives.checks import check_fraction, check_tokens
 from gspo_jax.objectives.surrogates import widen
+
+__all__ = ["gdpo", "group_centered", "group_zscore", "leave_one_out", "max_rl"]
 
 
 def group_zscore(rewards: Shaped[Array, " B"], *, group_size: int) -> Float[Array, " B"]:
@@ -21,9 +29,9 @@ def group_zscore(rewards: Shaped[Array, " B"], *, group_size: int) -> Float[Arra
 
     Raises ValueError if B is not a multiple of `group_size`.
     """
-    centered = _centered(rewards, group_size)
-    variance = jnp.sum(centered**2, axis=1, keepdims=True) / max(group_size - 1, 1)
-    return (centered / (jnp.sqrt(variance) + 1e-6)).reshape(-1)
+    x, scored = _centered(rewards, group_size)
+    variance = jnp.sum(x**2, axis=1, keepdims=True) / jnp.maximum(_count(scored) - 1, 1)
+    return (x / (jnp.sqrt(variance) + 1e-6)).reshape(-1)
 
 
 def group_centered(rewards: Shaped[Array, " B"], *, group_size: int) -> Float[Array, " B"]:
@@ -33,7 +41,7 @@ def group_centered(rewards: Shaped[Array, " B"], *, group_size: int) -> Float[Ar
 
     Raises ValueError if B is not a multiple of `group_size`.
     """
-    return _centered(rewards, group_size).reshape(-1)
+    return _centered(rewards, group_size)[0].reshape(-1)
 
 
 def leave_one_out(rewards: Shaped[Array, " B"], *, group_size: int) -> Float[Array, " B"]:
@@ -43,7 +51,48 @@ def leave_one_out(rewards: Shaped[Array, " B"], *, group_size: int) -> Float[Arr
 
     Raises ValueError if B is not a multiple of `group_size`.
     """
-    return (_centered(rewards, group_size) * (group_size / max(group_size - 1, 1))).reshape(-1)
+    x, scored = _centered(rewards, group_size)
+    return (x * (_count(scored) / jnp.maximum(_count(scored) - 1, 1))).reshape(-1)
+
+
+def max_rl(rewards: Shaped[Array, " B"], *, group_size: int) -> Float[Array, " B"]:
+    """Return centred rewards over the group's mean, as in maximum-likelihood RL.
+
+    Â = (R − mean_G R) / mean_G R; 0 where the mean is not above 0, as in a group without a success.
+    https://arxiv.org/abs/2602.02710 (Algorithm 1)
+
+    With R in {0, 1} and p the probability of 1, E[mean_G Â·∇log π] = (1 − (1 − p)^(G−1))/p · ∇p, which tends to ∇log p
+    as G grows. The paper assumes such rewards. Others of 0 or above are accepted; negative ones may bring the mean near
+    0, where Â has no bound. The authors' code adds a small constant to the mean. Raises ValueError if B is not a
+    multiple of `group_size`.
+    """
+    x, scored = _centered(rewards, group_size)
+    groups = jnp.where(scored, widen(rewards).reshape(x.shape), 0.0)
+    mean = jnp.sum(groups, axis=1, keepdims=True) / jnp.maximum(_count(scored), 1)
+    return jnp.where(mean > 0, x / jnp.where(mean > 0, mean, 1.0), 0.0).reshape(-1)
+
+
+def gdpo(
+    rewards: Mapping[str, Shaped[Array, " B"]], *, weights: Mapping[str, float], group_size: int
+) -> Float[Array, " B"]:
+    """Return advantages of several rewards, each normalised within its group before they are added.
+
+    Â = S / (std_B S + 1e-6), S = Σ_k w_k·(R_k − mean_G R_k) / (std_G R_k + 1e-6), sample standard deviations, std_B
+    over the responses of the batch with any score. https://arxiv.org/abs/2601.05242 (equations 4 to 7)
+
+    `rewards` are by name, one for each of `weights`. A missing score, NaN, adds 0 and leaves its own reward's
+    statistics alone. The paper also subtracts the batch's mean of S. That is 0, because every group's is; without the
+    subtraction, equal rewards give exactly 0. verl takes the batch's statistics over tokens, so that long responses
+    count more, TRL over responses, as here, with 1e-4 for both 1e-6. Raises ValueError if a reward is missing, or B is
+    not a multiple of `group_size`.
+    """
+    if missing := [name for name in weights if name not in rewards]:
+        raise ValueError(f"no rewards {missing[0]!r}; {choices(missing[0], list(rewards))}")
+    columns = {name: widen(rewards[name]) for name in weights}
+    total = sum(weight * group_zscore(columns[name], group_size=group_size) for name, weight in weights.items())
+    scored = jnp.any(jnp.stack([jnp.isfinite(column) for column in columns.values()]), axis=0)
+    variance = jnp.sum(total**2) / jnp.maximum(jnp.sum(scored) - 1, 1)
+    return total / (jnp.sqrt(variance) + 1e-6)
 
 
 class _NextToken(NamedTuple):
@@ -107,6 +156,54 @@ def group_steps(rewards: Shaped[Array, "B T"], steps: Bool[Array, "B T"], *, gro
     return jax.lax.cumsum(z, axis=1, reverse=True)
 
 
+def group_turns(
+    rewards: Shaped[Array, "B T"],
+    outcome: Shaped[Array, " B"],
+    mask: Bool[Array, "B T"],
+    *,
+    group_size: int,
+    discount: float = 1.0,
+    advantage: Callable[..., Float[Array, " B"]] = group_zscore,
+) -> Float[Array, "B T"]:
+    """Return one advantage per turn of an episode, from the return that follows it.
+
+    Â_{i,t} = A_{i,k} for the tokens t of turn k, A_{·,k} = `advantage` of the returns R_{·,k} of the group's episodes
+    that have a turn k, R_{i,k} = Σ_{j≥k} γ^{j−k}·r_{i,j}, γ = `discount` per turn.
+
+    `mask` is True on the tokens that the policy sampled. A turn is a run of these, so two turns with nothing between
+    them are one. r_{i,j} is the sum of `rewards` over turn j, plus `outcome` at the last turn. Values of `rewards`
+    elsewhere have no effect. An episode with an `outcome` of NaN leaves all baselines and gets 0.
+
+    Groups with unequal numbers of turns: turn k is compared among the episodes that reached it, and gets 0 where only
+    one did. Since returns are compared, and not rewards whose advantages are then summed as in
+    https://arxiv.org/abs/2505.11821, the baseline depends on k and not on when the policy ends its episode. With
+    one turn, or with γ = 1 and no `rewards` where all have as many turns, Â is that of the outcomes.
+
+    Raises ValueError for mismatched shapes, UserError for `discount` outside [0, 1].
+    """
+    check_tokens(rewards=rewards, mask=mask)
+    check_fraction("1 means no discount, 0 looks at each turn's own reward alone", discount=discount)
+    rows, T = mask.shape
+    begins = mask & ~jax.lax.pad(mask, False, ((0, 0, 0), (1, -1, 0)))
+    turn = jnp.maximum(jnp.cumsum(begins, axis=1) - 1, 0)
+    count = jnp.sum(begins, axis=1)
+    most = (T + 1) // 2
+    row, number = jax.lax.iota(jnp.int32, rows)[:, None], jax.lax.iota(jnp.int32, most)[None]
+    given = jnp.where(mask, widen(rewards), 0.0)
+    earned = jax.lax.full((rows, most), 0, given.dtype).at[row, turn].add(given)
+    exists, ends = number < count[:, None], number == count[:, None] - 1
+    earned += jnp.where(ends, widen(outcome)[:, None], 0.0)
+
+    def step_back(following: Array, column: Array) -> tuple[Array, Array]:
+        here = column + discount * following
+        return here, here
+
+    _, columns = jax.lax.scan(step_back, jax.lax.full((rows,), 0, earned.dtype), earned.T, reverse=True)
+    returns = jnp.where(exists, columns.T, jnp.nan)
+    each = jax.vmap(partial(advantage, group_size=group_size), in_axes=1, out_axes=1)(returns)
+    return jnp.where(mask, jnp.take_along_axis(each, turn, axis=1), 0.0)
+
+
 def whitened(x: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, "..."]:
     """Return (x − mean) / (std + 1e-6) over the mask, std the sample standard deviation; 0 outside.
 
@@ -126,11 +223,19 @@ def _check_groups(rows: int, group_size: int) -> None:
         )
 
 
-def _centered(rewards: Shaped[Array, " B"], group_size: int) -> Float[Array, "P G"]:
+def _centered(rewards: Shaped[Array, " B"], group_size: int) -> tuple[Float[Array, "P G"], Bool[Array, "P G"]]:
+    """Return rewards minus their group's mean, 0 without a score, and where there is one."""
     rewards = widen(rewards)
     if rewards.ndim != 1:
         raise ValueError(f"rewards have shape {list(rewards.shape)}; it must be [B], one reward per response")
     _check_groups(rewards.shape[0], group_size)
     groups = rewards.reshape(-1, group_size)
-    groups = groups - groups[:, :1]
-    return groups - jnp.mean(groups, axis=1, keepdims=True)
+    scored = jnp.isfinite(groups)
+    first = jnp.take_along_axis(groups, jnp.argmax(scored, axis=1)[:, None], axis=1)
+    groups = jnp.where(scored, groups - first, 0.0)
+    mean = jnp.sum(groups, axis=1, keepdims=True) / jnp.maximum(_count(scored), 1)
+    return jnp.where(scored, groups - mean, 0.0), scored
+
+
+def _count(scored: Bool[Array, "P G"]) -> Int[Array, "P 1"]:
+    return jnp.sum(scored, axis=1, keepdims=True)

@@ -61,9 +61,15 @@ def reinforce() -> Objective:
 
     gain[i,t] = Â·log π_θ. https://arxiv.org/abs/2402.14740
 
-    Â [B] by `leave_one_out`. The ratio is reported, never bounded. Weights: token mean.
+    Â [B] by `leave_one_out`, or [B, T]. The ratio is reported, never bounded. Weights: token mean.
     """
-    return Objective(name="reinforce", surrogate=policy_gradient, weights=token_mean, advantage=leave_one_out)
+    return Objective(
+        name="reinforce",
+        surrogate=policy_gradient,
+        weights=token_mean,
+        advantage=leave_one_out,
+        token_advantages=True,
+    )
 
 
 def rloo() -> Objective:

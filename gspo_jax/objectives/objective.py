@@ -35,9 +35,13 @@ class Objective:
     weights: Callable[[Bool[Array, "B T"]], Float[Array, "B T"]]
     """mask -> w[B, T], 0 outside the mask."""
     advantage: Callable[..., Float[Array, " B"]] | None = group_zscore
-    """(rewards [B], group_size=G) -> Â [B]; None: Â comes from a critic."""
+    """(rewards [B], NaN without a score, group_size=G) -> Â [B]; None: Â comes from a critic."""
+    by_reward: bool = False
+    """True if `advantage` takes the rewards by name, {name: [B]}, in place of their sum, as `advantages.gdpo`."""
     token_advantages: bool = False
     """True if advantages may also be per token, [B, T]."""
+    turn_discount: float | None = None
+    """γ per turn of `advantages.group_turns`; None: one advantage per episode, beside those of step rewards."""
     level: Literal["token", "sequence"] = "token"
     """Level of the bounded importance ratio."""
     bounds: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)  # a dict has no hash

@@ -6,6 +6,7 @@ run. Without them jax detects SLURM and, on TPU machines, Cloud TPU and GKE. A l
 
 import ctypes
 import itertools
+import json
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -27,6 +28,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspo_jax import exits, limited, signals
 from gspo_jax.errors import UserError
+
+Value = TypeVar("Value")
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 PARENT = "GSPO_JAX_PARENT"
@@ -40,7 +43,7 @@ _LOOK_S = 0.5
 _RESTART = "start the run again with the same command: it resumes from its newest checkpoint"
 _MEETING_MS = 24 * 3600 * 1000  # the watchdog and heartbeats are faster
 _NOTICED_BY = ("Gloo", "CoordinationService")  # in errors that mean a lost process
-_checks = itertools.count()  # calls of `check_first`
+_checks = itertools.count()  # calls of `ask_first`
 _waits: list[float] = []  # seconds per `meet` since `waited_s`
 _callbacks: list[Any] = []  # keeps the C library's handlers alive
 
@@ -95,29 +98,30 @@ def _watch_parent(told: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def check_first(check: Callable[[], None]) -> None:
-    """Call `check` in process 0 only, and raise its UserError in all, without touching a device.
+def ask_first(ask: Callable[[], Value]) -> Value:
+    """Return in all processes what `ask`, called in process 0 only, returns there as JSON, without touching a device.
 
-    All processes must make the same calls.
+    A UserError of it is raised in all. All processes must make the same calls.
     """
     client: Any = distributed.global_state.client
     if client is None:
-        check()
-        return
+        return ask()
     key = f"gspo_jax/check/{next(_checks)}"
     if number() > 0:
         while (said := _try_get(client, key)) is None:
             time.sleep(_LOOK_S)
-        if said:
-            raise UserError(said)
-        return
+        found = json.loads(said)
+        if "error" in found:
+            raise UserError(found["error"])
+        return found["value"]
     try:
-        check()
+        value = ask()
     except UserError as error:
-        client.key_value_set(key, str(error))
+        client.key_value_set(key, json.dumps({"error": str(error)}))
         time.sleep(2 * _LOOK_S)  # the others read the key from this process before it exits
         raise
-    client.key_value_set(key, "")
+    client.key_value_set(key, json.dumps({"value": value}))
+    return value
 
 
 def _try_get(client: Any, key: str) -> str | None:

@@ -68,7 +68,7 @@ def _room(call: KernelCall) -> int:
 
 def _loads(setting: Setting, name: str, room: int) -> loads_lib.Loads:
     """Return the loads of experts' buffers with `room` rows."""
-    experts, shards = setting.model.num_experts, setting.expert_shards(name)
+    experts, shards = setting.routed.num_experts, setting.expert_shards(name)
     arriving = setting.filled(name, padded=True) * room
     if name == "sample_decode":  # a small buffer is rounded up: find the phase that has this one
         slots, _ = setting.decoder_size

@@ -94,7 +94,7 @@ class Recipe:
     forward: Rate
     """Also stands for the prefill of partial rollouts' prefixes."""
     scores: bool
-    """True if log π_old is the trainer's, or there is a reference or critic."""
+    """True if log π_old is the trainer's, or there is a reference, critic, or teacher of sampled tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +166,8 @@ def make_run(programs: Mapping[str, Mapping[str, Any]], setting: Setting, *, tok
             why = "does not fit" if name in programs else "is not among --programs"
             raise UserError(f"--lengths needs the times of all programs, and {name} {why}")
     config, chips = setting.config, setting.mesh.size
-    data, training, critic = config.data, config.training, setting.engine.critic
+    data, training, engine = config.data, config.training, setting.engine
+    scored = engine.critic is not None or engine.scoring_teacher(engine.teacher_shapes) is not None
     hosts = len({device.process_index for device in setting.mesh.devices.flat})
     workers = 1 if config.scoring.workers is None else config.scoring.workers  # the cores of a host are not known here
     answers = math.ceil(data.prompts_per_batch * config.sampling.group_size / (hosts * workers))
@@ -188,7 +189,7 @@ def make_run(programs: Mapping[str, Mapping[str, Any]], setting: Setting, *, tok
         reward_s=answers * sum(ANSWER_S.get(name, 0.0) for name in config.rewards),
         update=rate(programs["update"], setting, "update"),
         forward=rate(programs["score"], setting, "score"),
-        scores=training.old_logprobs == "recompute" or config.reference.kl_weight > 0 or critic is not None,
+        scores=training.old_logprobs == "recompute" or config.reference.kl_weight > 0 or scored,
     )
 
 

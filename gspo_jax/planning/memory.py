@@ -10,7 +10,8 @@ from gspo_jax.planning import hlo
 from gspo_jax.planning.ahead import Compiled, LiveBuffer
 from gspo_jax.planning.setting import Setting
 
-PARAMETERS, OPTIMIZER, FROZEN, REFERENCE = "parameters", "optimizer", "frozen weights", "reference"
+PARAMETERS, OPTIMIZER, FROZEN = "parameters", "optimizer", "frozen weights"
+REFERENCE, TEACHER = "reference", "teacher"
 """Kinds of arguments. Frozen weights are the base of adapters."""
 FROZEN_AGAIN = "copies or gradients of frozen weights"
 """Kind of avoidable update buffers as large as frozen weights."""
@@ -26,6 +27,7 @@ def held(setting: Setting) -> dict[str, int]:
         OPTIMIZER: shard_bytes([learner.opt_state for learner in learners]),
         FROZEN: shard_bytes(frozen),
         REFERENCE: shard_bytes(engine.reference_shapes),
+        TEACHER: shard_bytes(engine.teacher_shapes),
     }
 
 
@@ -97,6 +99,8 @@ def argument_kind(path: str) -> str:
         return OPTIMIZER
     if path.startswith("reference"):
         return REFERENCE
+    if path.startswith("teacher"):
+        return TEACHER
     if path.startswith(("frozen", "weights.frozen")):
         return FROZEN
     if "params" in path or "trainable" in path:

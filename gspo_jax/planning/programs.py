@@ -71,7 +71,8 @@ class _Programs:
     def update(self) -> Program:
         engine = self.engine
         state, index = placed(engine.state_shapes, engine.shardings), jax.ShapeDtypeStruct((), jnp.int32)
-        arguments = engine.objective, state, engine.trained.frozen, self._batch(), index
+        teacher = engine.updating_teacher(engine.teacher_shapes)
+        arguments = engine.objective, state, engine.trained.frozen, self._batch(), index, teacher
         return Program(engine.programs.update, arguments, {}, self.mesh)
 
     def score(self) -> Program:
@@ -80,15 +81,16 @@ class _Programs:
         A run without any scores is planned with `training.old_logprobs="recompute"`.
         """
         config, engine = self.config, self.engine
-        score = engine.programs.score
-        if not (config.training.old_logprobs == "recompute" or config.reference.kl_weight or self.critic):
+        score, teacher = engine.programs.score, engine.scoring_teacher(engine.teacher_shapes)
+        recompute = config.training.old_logprobs == "recompute"
+        if not (recompute or config.reference.kl_weight or teacher or self.critic):
             with jax.set_mesh(self.mesh):
-                score = engine_lib.make_score(config, engine.policy, None, recompute=True)
+                score = engine_lib.make_score(config, engine.policy, None, None, recompute=True)
         critic = None
         if self.critic is not None:
             critic = placed(self.critic.shapes, mesh_lib.param_shardings(self.critic.shapes, self.mesh))
         batch = Batch(rollout=self._rollout(self._places), packing=self._packing())
-        arguments = engine.trained, critic, engine.reference_shapes, batch
+        arguments = engine.trained, critic, engine.reference_shapes, batch, teacher
         return Program(score, arguments, {}, self.mesh)
 
     def deal(self) -> Program:
@@ -197,8 +199,10 @@ class _Programs:
             tokens if config.reference.kl_weight else None,
             None if self.critic is None else tokens,
             routes,
+            tokens if self.engine.scoring_teacher(self.engine.teacher_shapes) else None,
         )
-        of_tokens = self.critic is not None or len(config.step_rewards) > 0
+        distils = self.engine.teacher is not None and config.teacher.form == "advantage"
+        of_tokens = self.critic is not None or len(config.step_rewards) > 0 or distils
         return Batch(
             rollout=rollout,
             packing=self._packing(),

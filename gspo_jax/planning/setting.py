@@ -56,6 +56,12 @@ class Setting:
         return self.engine.policy.config
 
     @property
+    def routed(self) -> ModelConfig:
+        """Shape whose experts' loads are drawn: the policy or, if it is dense, a teacher with routers."""
+        teacher = self.engine.teacher
+        return teacher.config if teacher is not None and not self.model.is_routed else self.model
+
+    @property
     def mesh(self) -> Mesh:
         """The trainer's mesh."""
         return self.engine.meshes.trainer
@@ -125,34 +131,55 @@ class Setting:
 
         `padded`: with the rows that fill up an expert's blocks.
         """
-        likely, shards, k = 2**20 * self.model.experts_per_token, self.expert_shards(name), self.model.experts_per_token
+        model, shards, k = self.routed, self.expert_shards(name), self.routed.experts_per_token
+        likely = 2**20 * k
         if name == "sample_prefill" and self.config.model.dispatch == "ragged_all_to_all" and shards > 1:
-            blocks, _, likely = block_rooms(int(self.work(name).tokens), k, self.model.num_experts // shards, shards)
+            blocks, _, likely = block_rooms(int(self.work(name).tokens), k, model.num_experts // shards, shards)
             return (likely if padded else int(self.work(name).tokens) * k) / (blocks * BLOCK)
-        return likely / self.room(name, likely) if self.model.is_routed else 1.0
+        return likely / self.room(name, likely) if model.is_routed else 1.0
 
     def room(self, name: str, likely: int) -> int:
         """Return the rows of a shard's expert buffers for `likely` pairs."""
-        model, shards = self.model, self.expert_shards(name)
+        model, shards = self.routed, self.expert_shards(name)
         most = shards * min(model.experts_per_token, model.num_experts // shards)  # per token of the shard's own
         return room_for(likely // model.experts_per_token * most, likely)
 
     def least_chips(self) -> int:
-        """Return the fewest chips with HBM for trainer state, gradients and frozen weights."""
+        """Return the fewest chips with HBM for trainer state, gradients, frozen weights and the teacher's."""
         state = self.engine.state_shapes
         trained = (state.params, None if state.critic is None else state.critic.params)
-        held = nbytes((state, trained, self.engine.policy.shapes.frozen))
+        held = nbytes((state, trained, self.engine.policy.shapes.frozen, self.engine.teacher_shapes))
         return math.ceil(held / self.chip.memory)
 
     def formula(self, name: str) -> tuple[flops_lib.Flops, float]:
         """Return per-chip forward flops by part, and the multiplier for attention."""
-        work, config = self.work(name), self.config
-        forward, passes = flops_lib.forward(self.model, work), 1
-        if name == "score" and config.reference.kl_weight and config.training.old_logprobs == "recompute":
-            forward = flops_lib.Flops(*(2 * part for part in forward))  # the policy's, and the reference's
-            passes += bool(self.engine.policy.adapter_folder)  # the reference's, if they come from a folder
-        forward = forward._replace(adapters=passes * work.tokens * self._adapter_flops)
-        return forward, 3.5 + self.recomputes if name == "update" else 1.0
+        work, engine = self.work(name), self.engine
+        forward, adapters = flops_lib.forward(self.model, work), work.tokens * self._adapter_flops
+        teacher = flops_lib.Flops(0, 0, 0, 0)
+        if engine.teacher is not None and name == ("update" if engine.teacher.reads_in_update else "score"):
+            teacher = flops_lib.forward(engine.teacher.config, work)
+        if name == "score":
+            count, adapted = self._policies_scored
+            whole = flops_lib.Flops(*(count * own + other for own, other in zip(forward, teacher, strict=True)))
+            return whole._replace(adapters=adapted * adapters), 1.0
+        forward = forward._replace(adapters=adapters)
+        if name != "update":
+            return forward, 1.0
+        times = 3.5 + self.recomputes
+        if teacher.forward:  # logits of both are computed once more, and again in the backward pass
+            gradients = 1 if engine.policy.adapters is not None else 2
+            more = teacher.forward + teacher.head + (2 + gradients) * forward.head
+            forward, times = forward._replace(beside=more), times + teacher.attention / forward.attention
+        return forward, times
+
+    @property
+    def _policies_scored(self) -> tuple[int, int]:
+        """Passes of models of the policy's shape in "score", and those with adapters: its own, and the reference's."""
+        config, engine = self.config, self.engine
+        own, reference = config.training.old_logprobs == "recompute", config.reference.kl_weight > 0
+        alone = engine.scoring_teacher(engine.teacher_shapes) is not None and engine.critic is None
+        own = own or not (reference or alone)
+        return own + reference, own + (reference and bool(engine.policy.adapter_folder))
 
     @property
     def _adapter_flops(self) -> float:
@@ -181,6 +208,8 @@ class Setting:
         weights = engine.copied if name.startswith("sample") else engine.policy.shapes
         read = sum(x.size * engine.dtype.itemsize for x in _multiplied(weights.trainable, model))
         read += nbytes(_multiplied(weights.frozen, model))
+        if engine.teacher is not None and name == ("update" if engine.teacher.reads_in_update else "score"):
+            read += nbytes(_multiplied(engine.teacher.shapes, engine.teacher.config))
         seen = 0.0
         if name == "sample_decode":
             seen = self.work(name).pairs * token_bytes(self.config, model, {"tensor": 1})

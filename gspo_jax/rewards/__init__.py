@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from gspo_jax.thoughts import answer_part
 
-__all__ = ["answer_part", "batched", "own_process"]
+__all__ = ["answer_part", "batched", "graded", "own_process"]
 
 Reward = TypeVar("Reward", bound=Callable[..., Any])
 
@@ -26,4 +26,10 @@ def batched(reward: Reward) -> Reward:
     It is called once per batch and process. A score may be None, or an exception where there is none.
     """
     reward.__dict__["batched"] = True
+    return reward
+
+
+def graded(reward: Reward) -> Reward:
+    """Mark a reward function with scores other than 0 and 1: it cannot decide what is correct (`eval.correct`)."""
+    reward.__dict__["graded"] = True
     return reward

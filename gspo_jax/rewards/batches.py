@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from gspo_jax.parallel import hosts
+from gspo_jax.rewards.functions import EPISODE
 from gspo_jax.rewards.scorer import Scorer, Scores, unless_stopped
 from gspo_jax.rewards.step_scorer import StepScorer, place_step_rewards
 from gspo_jax.types import Batch, Rewards
@@ -52,16 +53,18 @@ class BatchScorer:
         mesh, rollout, B = self._mesh, batch.rollout, len(batch.lengths)
         own = hosts.own_rows(mesh, B)
         texts, records = batch.texts[own].tolist(), batch.records[own].tolist()
+        lost, turns = None if batch.failed is None else batch.failed[own].tolist(), _own_turns(batch, own)
         tokens, mask, drawn = hosts.fetch_own_rows(mesh, (rollout.tokens, rollout.mask, rollout.action_mask))
 
         def score() -> dict[str, Any]:
-            completions = [self._decode(row[keep].tolist()) for row, keep in zip(tokens, mask, strict=True)]
-            scores = self.scorer.score_here(texts, completions, records)
+            responses = [row[keep].tolist() for row, keep in zip(tokens, mask, strict=True)]
+            completions, told = list(map(self._decode, responses)), self._with_turns(records, turns, responses)
+            scores = self.scorer.score_here(texts, completions, told, lost=lost)
             self._scores.append(scores)
             found = {"total": scores.total, "by_name": scores.by_name, "without_worker": scores.without_worker}
             found["failed"] = scores.failed
             if self._steps is not None:
-                seen = self._steps.score(texts, completions, records)
+                seen = self._steps.score(texts, completions, told)
                 found["total"] = np.where(seen.failed, np.float32(np.nan), scores.total)
                 found["by_name"] = scores.by_name | seen.by_name
                 of_steps, steps = place_step_rewards(seen.steps, tokens, mask, self._decode)
@@ -85,10 +88,17 @@ class BatchScorer:
         """Begin to score this process's responses that have ended while others of their batch are being sampled."""
         self.scorer.ahead(texts, [self._decode(tokens) for tokens in responses], records)
 
-    @property
-    def without_steps(self) -> "BatchScorer":
-        """The same reward functions, without step rewards."""
-        return BatchScorer(self.scorer, self._decode, self._mesh)
+    def _with_turns(
+        self, records: list[Any], turns: list[tuple[list[int], list[float]]] | None, responses: list[list[int]]
+    ) -> list[Any]:
+        """Return records with the environment's rewards: of each turn, and the characters up to its end."""
+        if turns is None:
+            return records
+        found = []
+        for record, (ends, rewards), response in zip(records, turns, responses, strict=True):
+            places = [len(self._decode(response[:end])) for end in ends]
+            found.append({**record, EPISODE: list(zip(places, rewards, strict=True))})
+        return found
 
     def score(self, batch: Batch) -> Rewards:
         """Return a batch's rewards."""
@@ -104,10 +114,21 @@ class BatchScorer:
         took_s = sum(each.until - each.since for each in scores)
         found = {"throughput/answers_per_s": sum(len(each.total) for each in scores) / sum(s.seconds for s in scores)}
         found |= {"timing/scoring_s": took_s, "timing/scoring_hidden": max(0.0, 1 - waited_s / max(took_s, 1e-9))}
+        found |= self.scorer.take_metrics()
         if any(each.without_worker is not None for each in scores):
             queued = [wait for each in scores for wait in each.queued_s]
             found["timing/queue_s"] = sum(queued) / max(1, len(queued))
         return found
+
+
+def _own_turns(batch: Batch, own: np.ndarray) -> list[tuple[list[int], list[float]]] | None:
+    """Return the ends and rewards of each of these episodes' turns, None if the environment gives no rewards."""
+    ends, rewards = batch.turn_ends, batch.turn_rewards
+    if ends is None or rewards is None:
+        return None
+    given = [np.isfinite(row) for row in rewards[own]]
+    rows = zip(ends[own], rewards[own], given, strict=True)
+    return [(a[there].tolist(), b[there].tolist()) for a, b, there in rows]
 
 
 def _in_thread(work: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:

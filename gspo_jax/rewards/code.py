@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from gspo_jax.rewards import blocks
+from gspo_jax.rewards import blocks, graded
 from gspo_jax.sandbox import Request, Verdict
 
 __all__ = ["code_stdin", "code_stdin_share", "code_tests", "code_tests_share"]
@@ -51,6 +51,7 @@ def code_tests(prompt: str, completion: str, record: Record, *, timeout_s: float
     return Request(sources, asked, timeout_s, record.get("prelude") or "")
 
 
+@graded
 def code_tests_share(prompt: str, completion: str, record: Record, *, timeout_s: float) -> Request:
     """Score the share of `code_tests` tests that pass."""
     return code_tests(prompt, completion, record, timeout_s=timeout_s)
@@ -73,6 +74,7 @@ def code_stdin(prompt: str, completion: str, record: Record, *, timeout_s: float
     return Request(programs_of(prompt, completion), asked, timeout_s, record.get("prelude") or "")
 
 
+@graded
 def code_stdin_share(prompt: str, completion: str, record: Record, *, timeout_s: float) -> Request:
     """Score the share of `code_stdin` inputs with the expected output."""
     return code_stdin(prompt, completion, record, timeout_s=timeout_s, stop=False)

@@ -1,26 +1,43 @@
-"""Environments for multi-turn episodes: (prompt, completion, record) -> the reply, or None to end the episode.
+"""Environments for multi-turn episodes: functions of the text so far, or classes with an object per episode.
 
-`completion` is everything since the prompt, including earlier replies. Environments run in the trainer's process, so
-they must not hang. Those in SANDBOXED return a program, and its output in the sandbox is the reply (replies.py). Add
-new ones to `__all__`.
+A function takes (prompt, completion, record) and returns the reply, or None to end the episode. `completion` is
+everything since the prompt, including earlier replies. It may be a coroutine function.
+
+A class is made without arguments for each episode. Its methods may be coroutine functions:
+
+    reset(record)     what the episode begins with: None for the record's own prompt, or in its place a question or a
+                      conversation, the same for each episode of a group
+    step(message)     the reply to the policy's turn, a text, a message or several; None ends the episode. With a reward
+                      of the turn: (reply, reward). Also called after the last turn, for its reward alone
+    close()           the episode is over
+
+`reset` and `close` may be left out. With a class attribute `tools`, schemas in OpenAI's form, the chat template shows
+them, and a message has the turn's `tool_calls`.
+
+Those in SANDBOXED return a program, and its output in the sandbox is the reply (replies.py). Add new functions to
+`__all__`.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from typing import Any
 
 from gspo_jax import references
+from gspo_jax.errors import UserError
 from gspo_jax.rewards import blocks
 from gspo_jax.rewards.answers import final_answer
 from gspo_jax.rewards.functions import Record, evaluate, expression_value
 from gspo_jax.rewards.notation import MAX_CHARACTERS
 from gspo_jax.rewards.scorer import check_names
+from gspo_jax.tool_calls import Tools
 
 __all__ = ["calculator", "countdown_feedback", "python"]
 
 SANDBOXED = ("python",)
 
-Environment = Callable[[str, str, Record], str | None]
+Environment = Callable[[str, str, Record], Any]
+"""A function, or a class."""
 
 
 _EXPRESSION_BEFORE_EQUALS = re.compile(rf"(?<![0-9+\-*/().])[0-9+\-*/().]{{1,{MAX_CHARACTERS}}}=\Z")
@@ -76,3 +93,30 @@ def find(name: str, own: Mapping[str, str] | None = None) -> Environment:
     check_names("environment", [name], [*__all__, *own])
     environment: Environment = references.function(own.get(name, f"{__name__}:{name}"))
     return environment
+
+
+def tools_of(environment: Any) -> Tools | None:
+    """Return the tools of an environment's class, None without."""
+    schemas = getattr(environment, "tools", None)
+    return None if not schemas else Tools(schemas)
+
+
+def check_class(name: str, reference: str, environment: type) -> None:
+    """Raise a UserError unless a class is an environment."""
+    if not callable(getattr(environment, "step", None)):
+        raise UserError(
+            f"functions.{name}: the class {reference} has no method `step`; an environment's class has step(message), "
+            "and perhaps reset(record) and close()"
+        )
+
+
+def are_messages(said: Any) -> bool:
+    """Return True for a sequence of messages of a user or of tools."""
+    return (
+        isinstance(said, Sequence)
+        and len(said) > 0
+        and all(
+            isinstance(each, Mapping) and each.get("role") in ("user", "tool") and isinstance(each.get("content"), str)
+            for each in said
+        )
+    )

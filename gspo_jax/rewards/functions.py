@@ -16,9 +16,11 @@ from gspo_jax.rewards.comparison import same
 from gspo_jax.rewards.notation import MAX_CHARACTERS, plain
 from gspo_jax.thoughts import answer_part
 
-__all__ = ["answer_format", "countdown", "exact_answer"]
+__all__ = ["answer_format", "countdown", "environment", "exact_answer"]
 
 Record = dict[str, Any]
+EPISODE = "episode"
+"""Field of a record with what an environment's object gave: (characters up to a turn's end, reward) of each reward."""
 
 _ANSWER_MARK = re.compile(r"(?<!#)####(?!#)")
 _ARITHMETIC = re.compile(r"(?=.*[0-9])[0-9+\-−*/()., $%]+")
@@ -41,6 +43,12 @@ def exact_answer(prompt: str, completion: str, record: Record) -> float:
     if not reference.strip():
         raise ValueError("the reference answer is empty")
     return float(answer is not None and same(answer, reference) is True)
+
+
+def environment(prompt: str, completion: str, record: Record) -> float:
+    """Return the sum of the rewards that the environment's object gave to an episode's turns, 0 if it gave none."""
+    del prompt, completion
+    return sum(reward for _, reward in record[EPISODE])
 
 
 def answer_format(prompt: str, completion: str, record: Record) -> float:

@@ -1,91 +1,275 @@
-"""Replies of an environment to batches of turns. Programs run concurrently in sandboxes."""
+"""Replies of an environment to turns of many episodes, side by side.
 
+An environment is a function of the text so far, or a class with an object per episode (environments.py). An object's
+state is nowhere but in it: after a resume, or in another process, a new one is given the episode's earlier turns again.
+"""
+
+import collections
+import dataclasses
+import inspect
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 from absl import logging
 
-from gspo_jax.errors import StopRequested, UserError
-from gspo_jax.rewards import environments
-from gspo_jax.rewards.scorer import LOOK_S, unless_stopped, zip_rows
+from gspo_jax import tool_calls
+from gspo_jax.calls.calls import Calls, Limits, called
+from gspo_jax.calls.outcomes import Outcome, mapped, settled
+from gspo_jax.errors import ScoringFailed, StopRequested, UserError
+from gspo_jax.rewards import environments, scores
+from gspo_jax.rewards.scorer import FEWEST_FAILURES, LOOK_S, BrokenWatch, check_loop, unless_stopped
 from gspo_jax.sandbox import Request, Sandbox, Verdict
 
 MAX_CHARACTERS = 1000
 """Maximum characters of shown output. The middle of longer output is cut."""
 NO_OUTPUT = "(no output)\n"
 BROKEN = "(the program could not be run)\n"
+CLOSING_S = 5.0
+"""Seconds at the end for environments to close."""
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TurnOver:
+    """An episode whose turn is over."""
+
+    id: bytes
+    """The same for all turns of an episode, and of no other."""
+    prompt: str
+    record: dict[str, Any]
+    completion: str
+    """Everything since the prompt, earlier replies included."""
+    turns: tuple[str, ...]
+    """The policy's own turns, the newest last."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an environment says to a turn."""
+
+    said: "str | Sequence[Message] | None"
+    """A text, or messages of a user or of tools; None ends the episode."""
+    reward: float | None = None
+    failed: bool = False
+    """True if the environment failed. The episode ends without a score."""
+
+
+@dataclass
+class _Live:
+    """An episode's environment object."""
+
+    made: Any
+    turns: int = 0
+    """Turns it was given."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an environment needs beside its name."""
+
+    own: Mapping[str, str] = field(default_factory=dict)
+    """name -> reference (references.py)."""
+    limits: Limits = Limits()  # noqa: RUF009  frozen
+    """Of calls of functions. Calls of an object are made once: it may have changed meanwhile."""
+    most_failed: float = 1.0
+    """Share of the episodes asked about at a time that may fail."""
+    timeout_s: float = 2.0
+    """Seconds per program."""
+    workers: int = 1
+    """Number of sandboxes."""
+    unsafe: bool = False
+    """Run programs without a sandbox, with this account's rights."""
 
 
 class Replies(AbstractContextManager["Replies"]):
     """Replies of one environment, with sandboxes if it runs programs."""
 
-    def __init__(
-        self, name: str, *, own: Mapping[str, str], timeout_s: float, workers: int, unsafe: bool = False
-    ) -> None:
+    def __init__(self, name: str, setting: Setting) -> None:
         """Look up the environment, and start sandboxes if it needs them.
 
-        Args:
-          name: name in environments.py or in `own`.
-          own: name -> reference (references.py).
-          timeout_s: seconds per program.
-          workers: number of sandboxes.
-          unsafe: run programs without a sandbox, with this account's rights.
-
         Raises:
-          UserError: the environment is unknown, or there is no sandbox.
+          UserError: the environment is unknown, its tools are malformed, or there is no sandbox.
         """
-        self._name, self._answer, self._timeout_s = name, environments.find(name, own), timeout_s
-        self._sandbox = Sandbox(workers=workers, unsafe=unsafe) if name in environments.SANDBOXED else None
+        self._name, self._setting, self._answer = name, setting, environments.find(name, setting.own)
+        self.is_object = inspect.isclass(self._answer)
+        """True for an object per episode. It is also asked after the last turn, for its reward."""
+        self.tools = environments.tools_of(self._answer)
+        limits = setting.limits
+        if self.is_object:
+            limits = dataclasses.replace(limits, tries=1)
+        self.tool_format = ""
+        """Format of tool calls, one of `tool_calls.FORMATS`; to be set for an environment with tools."""
+        self._calls, self._watch = Calls(limits), BrokenWatch("environment", name)
+        self._live: dict[bytes, _Live] = {}
+        sandboxed = name in environments.SANDBOXED
+        self._sandbox = Sandbox(workers=setting.workers, unsafe=setting.unsafe) if sandboxed else None
         self.interrupted: Callable[[], bool] = lambda: False
-        """Polled while programs run. True ends the waiting."""
+        """Polled while replies are awaited. True ends the waiting."""
 
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[Any]) -> list[str | None]:
-        """Return the reply to each completion, None where the episode ends.
+    @property
+    def opens(self) -> bool:
+        """True if the environment may begin episodes with messages of its own."""
+        return self.is_object and hasattr(self._answer, "reset")
 
-        Every process calls it, with its own completions.
+    def open(self, id: bytes, record: dict[str, Any]) -> "Future[Outcome[Any]]":
+        """Make an episode's environment, and return what it begins with: messages, a text, or None."""
+        return self._calls.submit(self._opened, id, record)
+
+    def begin(self, turn: TurnOver) -> "Future[Outcome[Reply]]":
+        """Begin to reply. The future never raises."""
+        if self.is_object:
+            return mapped(self._calls.submit(self._stepped, turn), _reply_of)
+        if self._sandbox is None:
+            asked = self._calls.submit(self._answer, turn.prompt, turn.completion, turn.record)
+            return mapped(asked, lambda outcome: self._checked(_reply_of(outcome)))
+        program = self._answer(turn.prompt, turn.completion, turn.record)
+        if not isinstance(program, str):
+            return settled(Outcome(Reply(None)))
+        request = Request(program, {"inputs": [""]}, self._setting.timeout_s)
+        return self._sandbox.submit(request, lambda verdict: Outcome(Reply(shown(verdict))))
+
+    def wait(self, pending: Sequence["Future[Any]"], *, until: float = math.inf) -> None:
+        """Wait for replies, at most until a time by `time.monotonic`. Every process calls it, with its own.
 
         Raises:
-          UserError: the environment returned neither a text nor None.
+          ScoringFailed: a coroutine function keeps all others waiting; in all processes if in any.
           StopRequested: the waiting was interrupted in any process.
         """
-        said = [self._said(*row) for row in zip_rows(prompts, completions, records)]
-        if self._sandbox is None:
-            return said
-        sandbox = self._sandbox
-        return unless_stopped(lambda: self._run(sandbox, said))
+        unless_stopped(lambda: self._wait(pending, until))
+
+    def told(self, turns: Sequence[TurnOver], outcomes: Sequence[Outcome[Any]]) -> None:
+        """Log failures.
+
+        Raises:
+          ScoringFailed: the environment is broken, or too many of these episodes failed; in all processes if in any.
+        """
+        unless_stopped(lambda: self._told(turns, outcomes))
+
+    def finish(self, ids: Sequence[bytes]) -> None:
+        """Close the environments of episodes that are over, without waiting for it."""
+        for id in ids:
+            live = self._live.pop(id, None)
+            if live is not None and hasattr(live.made, "close"):
+                self._calls.submit(live.made.close).add_done_callback(self._closed)
 
     def close(self) -> None:
-        """End the sandboxes. Idempotent."""
+        """Close all environments and end the sandboxes. Idempotent."""
+        ends = [self._calls.submit(x.made.close) for x in self._live.values() if hasattr(x.made, "close")]
+        self._live.clear()
+        wait(ends, timeout=CLOSING_S)
+        self._calls.close()
         if self._sandbox is not None:
             self._sandbox.close()
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _said(self, prompt: str, completion: str, record: Any) -> str | None:
-        said = self._answer(prompt, completion, record)
-        if said is not None and not isinstance(said, str):
-            raise UserError(f"environment {self._name} replied {said!r}; return a text, or None to end the episode")
-        return said
+    async def _opened(self, id: bytes, record: dict[str, Any]) -> Any:
+        live = self._live[id] = _Live(self._answer())  # type: ignore[call-arg]
+        return await called(live.made.reset, record) if hasattr(live.made, "reset") else None
 
-    def _run(self, sandbox: Sandbox, programs: Sequence[str | None]) -> list[str | None]:
-        pending: dict[int, Future[str]] = {
-            row: sandbox.submit(Request(program, {"inputs": [""]}, self._timeout_s), shown)
-            for row, program in enumerate(programs)
-            if program is not None
-        }
-        waiting = set(pending.values())
-        try:
-            while waiting:
-                waiting = wait(waiting, timeout=LOOK_S).not_done
-                if self.interrupted():
-                    raise StopRequested
-        finally:
-            for future in waiting:
-                future.cancel()
-        return [pending[row].result() if row in pending else None for row in range(len(programs))]
+    async def _stepped(self, turn: TurnOver) -> Reply:
+        live = self._live.get(turn.id)
+        if live is None or live.turns >= len(turn.turns):
+            await self._opened(turn.id, turn.record)
+            live = self._live[turn.id]
+        reply = Reply(None)
+        for said in turn.turns[live.turns :]:
+            live.turns += 1
+            reply = await self._step(live.made, turn, said)
+        return reply
+
+    async def _step(self, made: Any, turn: TurnOver, said: str) -> Reply:
+        if self.tools is None:
+            return self._understood(await called(made.step, {"role": "assistant", "content": said}), tools=False)
+        before = turn.prompt if len(turn.turns) == 1 else turn.completion.removesuffix(said)
+        content, calls = tool_calls.parse(said, self.tool_format, self.tools, before=before)
+        wrong = [_tool_message(i, call.name, call.error) for i, call in enumerate(calls) if call.error]
+        right = [(i, call) for i, call in enumerate(calls) if not call.error]
+        if wrong and not right:
+            return Reply(wrong)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if right:
+            message["tool_calls"] = [
+                {"id": _id(i), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for i, call in right
+            ]
+        reply = self._understood(await called(made.step, message), tools=bool(right))
+        if not wrong or reply.said is None:
+            return reply
+        return Reply([*reply.said, *wrong], reply.reward)  # type: ignore[list-item]
+
+    def _understood(self, returned: Any, *, tools: bool) -> Reply:
+        """Return what `step` returned as a reply."""
+        said, reward = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+        score = scores.as_float(reward)
+        if score is not None and (wrong := scores.fault(score)):
+            raise ValueError(f"the environment {wrong} as a reward")
+        if isinstance(said, str) and tools:
+            said = [_tool_message(0, "", said)]
+        if isinstance(said, Mapping):
+            said = [said]
+        if said is not None and not isinstance(said, str) and not environments.are_messages(said):
+            raise TypeError(
+                f"step returned {said!r:.100}; return a text, messages with role and content, or None to end the "
+                "episode, alone or with a reward: (reply, reward)"
+            )
+        return Reply(said, score)
+
+    def _checked(self, outcome: Outcome[Reply]) -> Outcome[Reply]:
+        said = None if outcome.value is None else outcome.value.said
+        if said is None or isinstance(said, str):
+            return outcome
+        text = f"environment {self._name} replied {said!r}; return a text, or None to end the episode"
+        return Outcome(None, text, cause=text)
+
+    def _wait(self, pending: Sequence["Future[Any]"], until: float) -> None:
+        waiting = set(pending)
+        while waiting and (left_s := until - time.monotonic()) > 0:
+            waiting = wait(waiting, timeout=min(LOOK_S, left_s)).not_done
+            if self.interrupted():
+                raise StopRequested
+            check_loop(self._setting.limits, self._name)
+
+    def _told(self, turns: Sequence[TurnOver], outcomes: Sequence[Outcome[Any]]) -> None:
+        rows = [(turn.prompt, turn.completion, turn.record) for turn in turns]
+        wrong = [o.error for o in outcomes if o.error is not None and o.error.startswith(f"environment {self._name} ")]
+        if wrong:
+            raise UserError(wrong[0])
+        self._watch.report(rows, outcomes)
+        failed = collections.Counter(str(o.failed_by) for o in outcomes if o.error is not None)
+        if failed.total() >= FEWEST_FAILURES and failed.total() > self._setting.most_failed * len(outcomes):
+            raise ScoringFailed(
+                f"environment {self._name!r} failed in {failed.total()} of {len(outcomes)} episodes, most often by: "
+                f"{failed.most_common(1)[0][0]}; the limit is scoring.most_failed={self._setting.most_failed:g}. Mend "
+                "what it asks, then start the same command again"
+            )
+
+    def _closed(self, end: "Future[Outcome[Any]]") -> None:
+        outcome = end.result()
+        if outcome.error is not None:
+            logging.warning("environment %r could not be closed: %s", self._name, outcome.failed_by)
+
+
+def _reply_of(outcome: Outcome[Any]) -> Outcome[Reply]:
+    """Return a call's outcome with its value as a reply."""
+    if outcome.error is not None or isinstance(outcome.value, Reply):
+        return outcome
+    return Outcome(Reply(outcome.value), queued_s=outcome.queued_s)
+
+
+def _id(number: int) -> str:
+    return f"call{number:05d}"
+
+
+def _tool_message(number: int, name: str, content: str) -> dict[str, str]:
+    return {"role": "tool", "tool_call_id": _id(number), "content": content} | ({"name": name} if name else {})
 
 
 def shown(verdict: Verdict) -> str:

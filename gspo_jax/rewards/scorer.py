@@ -27,7 +27,7 @@ from gspo_jax.calls.calls import Calls, Limits
 from gspo_jax.calls.outcomes import Outcome, settled
 from gspo_jax.errors import ScoringFailed, StopRequested, UserError, choices
 from gspo_jax.parallel import hosts
-from gspo_jax.rewards import code, code_records, functions
+from gspo_jax.rewards import code, code_records, functions, served
 from gspo_jax.rewards.asking import Asker, Questions, Row
 from gspo_jax.rewards.certain import DECIDERS
 from gspo_jax.rewards.pool import Pool, to_outcome
@@ -95,7 +95,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         """Look up the functions, and start workers and sandboxes if needed.
 
         Args:
-          functions: name -> weight; a score with weight 0 is only recorded.
+          functions: name -> weight; a score with weight 0 is only recorded. Without any, all rewards are 0.
           own: name -> reference (references.py) of further functions; `rewards.own_process` isolates one.
           timeout_s: seconds per call of an isolated function, or for a program's tests.
           workers: number of worker processes, and of sandboxes.
@@ -107,10 +107,11 @@ class Scorer(AbstractContextManager["Scorer"]):
           environment: names of environment variables that worker processes see.
 
         Raises:
-          UserError: a function is missing or unknown, a number is out of range, or there is no sandbox.
+          UserError: a function is unknown, a number is out of range, or there is no sandbox.
           BadReference: a reference of `own` leads to no function.
         """
-        check_weights("reward", functions)
+        if functions:
+            check_weights("reward", functions)
         if workers < 1 or not 0 < timeout_s < math.inf:
             raise UserError(
                 f"scoring.workers is {workers} and scoring.timeout_s {timeout_s}; both must be above 0, and finite"
@@ -119,6 +120,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         self._watches = {name: BrokenWatch("reward", name) for name in functions}
         self._functions, self._isolated, self._programs, waiting = find(functions, own or {}, askers or {})
         self._questions = {name: Questions(function, Calls(limits)) for name, function in waiting.items()}
+        self._served: list[served.Served] = [waiting[name] for name in served.NAMES if name in waiting]  # type: ignore[misc]
         self._timeout_s, self._limits, self._most_failed = timeout_s, limits, most_failed
         self._causes: dict[str, collections.Counter[str]] = {}
         self._asked_since: float | None = None
@@ -155,9 +157,16 @@ class Scorer(AbstractContextManager["Scorer"]):
         return unless_stopped(lambda: self.score_here(prompts, completions, records))
 
     def score_here(
-        self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, Any]]
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        records: Sequence[dict[str, Any]],
+        *,
+        lost: Sequence[bool] | None = None,
     ) -> Scores:
         """Score B completions without consulting other processes. Any thread may call it.
+
+        `lost` ones are not scored, whatever they are.
 
         Raises like `score`, and RuntimeError if the scorer is closed.
         """
@@ -166,7 +175,9 @@ class Scorer(AbstractContextManager["Scorer"]):
         begun = time.monotonic()
         since, self._asked_since = self._asked_since or begun, None
         rows = zip_rows(prompts, completions, records)
-        asked = {name: [self._scores(name, record) for record in records] for name in self._weights}
+        lost = [False] * len(rows) if lost is None else lost
+        kept = list(zip(records, lost, strict=True))
+        asked = {name: [not gone and self._scores(name, record) for record, gone in kept] for name in self._weights}
         outcomes = self.outcomes(rows, asked)
         for name, results in outcomes.items():
             mine = asked[name]
@@ -180,7 +191,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             for name, weight in self._weights.items():
                 if weight:  # 0 * NaN would spoil rows over a score that is only recorded
                     total += np.where(asked[name], np.float32(weight) * by_name[name], np.float32(0))
-        total[~(np.abs(total) <= MOST)] = np.nan  # the weighted sum may exceed it
+        total[~(np.abs(total) <= MOST) | np.asarray(lost, bool)] = np.nan  # the weighted sum may exceed it
         elsewhere = (*self._isolated, *self._programs)
         called = [[o.queued_s is not None for o in outcomes[name]] for name in elsewhere]
         failed = {
@@ -213,6 +224,10 @@ class Scorer(AbstractContextManager["Scorer"]):
                     f"{causes.most_common(1)[0][0]}; the limit is scoring.most_failed={self._most_failed:g}. Mend what "
                     "it asks, then start the same command again"
                 )
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return what asking servers has cost this process since the last time."""
+        return {name: value for each in self._served for name, value in each.take_metrics().items()}
 
     def asks(self, name: str, record: dict[str, Any]) -> bool:
         """Return True if a function scores completions for a record."""
@@ -258,7 +273,8 @@ class Scorer(AbstractContextManager["Scorer"]):
             while waiting:
                 waiting = wait(waiting, timeout=LOOK_S).not_done
                 self._go_on()
-                self._check_loop()
+                if self._questions:
+                    check_loop(self._limits, ", ".join(self._questions))
             self._go_on()  # closed calls end with outcomes of their own
             outcomes |= {name: [future.result() for future in futures] for name, futures in pending.items()}
             for name, results in outcomes.items():
@@ -268,15 +284,6 @@ class Scorer(AbstractContextManager["Scorer"]):
             for futures in pending.values():
                 for future in futures:
                     future.cancel()  # matters only after an exception
-
-    def _check_loop(self) -> None:
-        """Raise ScoringFailed if a coroutine function keeps all others waiting."""
-        if self._questions and calls.stalled_s() > self._limits.deadline_s:
-            raise ScoringFailed(
-                f"a coroutine function has kept all calls waiting for {calls.stalled_s():.0f} s, among those of "
-                f"{', '.join(self._questions)}: it waits without await, as by time.sleep or requests; await what it "
-                "waits for, or write def instead of async def, which runs in a thread"
-            )
 
     def _go_on(self) -> None:
         if self._closed or self.interrupted():
@@ -311,6 +318,16 @@ def _judged(name: str, verdict: Verdict) -> Outcome[float]:
     if verdict.broken:
         return Outcome(None, verdict.broken, queued_s=verdict.queued_s)
     return Outcome(code.score(name, verdict), queued_s=verdict.queued_s)
+
+
+def check_loop(limits: Limits, names: str) -> None:
+    """Raise ScoringFailed if a coroutine function keeps the calls of all others waiting, among those `names`."""
+    if (stalled_s := calls.stalled_s()) > limits.deadline_s:
+        raise ScoringFailed(
+            f"a coroutine function has kept all calls waiting for {stalled_s:.0f} s, among those of {names}: it waits "
+            "without await, as by time.sleep or requests; await what it waits for, or write def instead of async def, "
+            "which runs in a thread"
+        )
 
 
 def unless_stopped(score: Callable[[], Value]) -> Value:
@@ -372,6 +389,16 @@ def find(
         else:
             found.here[name] = function
     return found
+
+
+def is_graded(name: str, own: Mapping[str, str]) -> bool:
+    """Return True if a reward function is marked by `rewards.graded`. Arguments and errors are `find`'s."""
+    if name in served.NAMES:
+        return False
+    found = find([name], own)
+    known = found.here | found.programs | found.waiting
+    function = references.function(found.isolated[name]) if name in found.isolated else known[name]
+    return bool(getattr(function, "graded", False))
 
 
 def check_weights(kind: str, functions: Mapping[str, float]) -> None:

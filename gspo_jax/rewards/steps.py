@@ -7,10 +7,10 @@ they must not hang. Add new ones to `__all__`.
 import re
 from collections import Counter
 
-from gspo_jax.rewards.functions import Record, ascii_operators
+from gspo_jax.rewards.functions import EPISODE, Record, ascii_operators
 from gspo_jax.rewards.notation import MAX_CHARACTERS
 
-__all__ = ["countdown_steps"]
+__all__ = ["countdown_steps", "environment"]
 
 # Possessive quantifiers find all runs in linear time.
 _NUMBER = r"[0-9]++(?:\.[0-9]++)?+"
@@ -42,6 +42,12 @@ def countdown_steps(prompt: str, completion: str, record: Record) -> list[tuple[
         if step is not None:
             steps.append((run.start() + len(text), float(_apply_step(available, step))))
     return steps
+
+
+def environment(prompt: str, completion: str, record: Record) -> list[tuple[int, float]]:
+    """Return the rewards that the environment's object gave to an episode's turns."""
+    del prompt
+    return [(min(end, len(completion)), reward) for end, reward in record[EPISODE]]
 
 
 def _apply_step(available: Counter[int], step: re.Match[str]) -> bool:

@@ -6,13 +6,16 @@ https://arxiv.org/abs/2501.12599.
 """
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Int, Key, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped, UInt32
 
 from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
@@ -23,10 +26,58 @@ from gspo_jax.rollout.prefixes import Prefix
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.types import Batch, Prompts, Rollout, RouterRecord
 
-Reply = Callable[[Sequence[str], Sequence[list[int]], Sequence[Any]], Sequence[list[int] | None]]
-"""Environment: (prompt texts, response tokens so far, data records) -> tokens of its replies, None to end an episode.
+_LOOK_S = 0.2
+"""Seconds between looks for an answer while all episodes wait."""
 
-All processes call it after every sampling call, each with its own episodes."""
+
+@dataclasses.dataclass(frozen=True)
+class TurnOver:
+    """An episode whose turn is over."""
+
+    id: bytes
+    """The same for all turns of an episode, and of no other."""
+    text: str
+    """Its prompt."""
+    record: Any
+    tokens: list[int]
+    """Everything since the prompt."""
+    turns: list[list[int]]
+    """The policy's own turns, the newest last."""
+
+
+class Answer(NamedTuple):
+    """An environment's answer to a turn."""
+
+    reply: list[int] | None
+    """Tokens; None ends the episode."""
+    reward: float = math.nan
+    failed: bool = False
+    """True if the environment failed, which leaves the episode without a score."""
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Environment on token ids. Every process asks about its own episodes, and calls all methods at the same points."""
+
+    asks_last: bool
+    """True if it is also asked after an episode's last turn, for its reward."""
+
+    def open(self, turns: Sequence[TurnOver]) -> list[tuple[list[int] | None, bool]]:
+        """Begin episodes. Return the tokens of each prompt, None to keep it, and whether the environment failed."""
+        ...
+
+    def begin(self, turns: Sequence[TurnOver]) -> "list[Future[Answer]]":
+        """Begin to answer. The futures never raise."""
+        ...
+
+    def wait(self, pending: "Sequence[Future[Answer]]", *, within_s: float = math.inf) -> None:
+        """Wait for answers. May raise to end the sampling, in all processes."""
+        ...
+
+    def finish(self, ids: Sequence[bytes]) -> None:
+        """Hear that episodes are over."""
+        ...
+
 
 Heard = Callable[[Sequence[str], Sequence[list[int]], Sequence[Any]], None]
 """Hears of episodes that have ended: prompt texts, response tokens and data records."""
@@ -57,6 +108,19 @@ class Episodes:
     """Turns the policy has finished."""
     stale_tokens: Int[np.ndarray, " B"]
     """Tokens sampled by older policies."""
+    waiting: Bool[np.ndarray, " B"]
+    """True for episodes whose environment has not answered yet."""
+    failed: Bool[np.ndarray, " B"]
+    """True for episodes whose environment failed."""
+    turn_ends: Int[np.ndarray, "B turns"]
+    """Tokens up to the end of each turn, 0 past the last."""
+    turn_rewards: Float[np.ndarray, "B turns"]
+    """The environment's, NaN where it gave none."""
+
+    @property
+    def live(self) -> Bool[np.ndarray, " B"]:
+        """True for episodes that can be sampled now."""
+        return ~self.ended & ~self.waiting
 
     def __len__(self) -> int:
         return len(self.ended)
@@ -68,8 +132,8 @@ class Episodes:
 
     @property
     def prefix_lengths(self) -> Int[np.ndarray, " B"]:
-        """Tokens that unfinished responses go on from; 0 if ended."""
-        return np.where(self.ended, 0, np.asarray(self.rollout.mask).sum(axis=1)).astype(np.int32)
+        """Tokens that responses go on from; 0 if they cannot be sampled now."""
+        return np.where(self.live, np.asarray(self.rollout.mask).sum(axis=1), 0).astype(np.int32)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Return all arrays by checkpoint name, i.e. everything but texts and records."""
@@ -86,7 +150,7 @@ class Episodes:
         routes = RouterRecord(named["experts"], named.get("router_logprobs"))
         rollout = Rollout(**{name: named[name] for name in _ROLLOUT_FIELDS}, routes=routes)
         objects = {"texts": np.array(texts, object), "records": np.array(records, object)}
-        return cls(rollout, **objects, **{field: named[saved] for field, saved in _SAVED_NAMES.items()})
+        return cls(rollout, **objects, **{field: np.asarray(named[saved]) for field, saved in _SAVED_NAMES.items()})
 
     def complete(self, group_size: int) -> Bool[np.ndarray, " P"]:
         return self.ended.reshape(-1, group_size).all(axis=1)
@@ -97,7 +161,13 @@ class Episodes:
 
 
 _ROLLOUT_FIELDS = tuple(field.name for field in dataclasses.fields(Rollout) if field.name != "routes")
-_SAVED_NAMES = {"keys": "keys", "ended": "ended", "turns": "turns", "stale_tokens": "older"}
+_SAVED_NAMES = {
+    "keys": "keys",
+    "ended": "ended",
+    "turns": "turns",
+    "stale_tokens": "older",
+    **{name: name for name in ("waiting", "failed", "turn_ends", "turn_rewards")},
+}
 """Array fields of `Episodes`, with their names in checkpoints."""
 
 
@@ -132,7 +202,8 @@ def concatenate(parts: Iterable[Episodes]) -> Episodes:
 def new_batch(rollout: Rollout, prompts: Prompts) -> Batch:
     B = len(rollout.prompt_lengths)
     own = {"texts": _repeated(prompts.texts, B), "records": _repeated(prompts.records, B)}
-    return _with_columns(rollout, own | {"turns": np.ones(B, np.int32), "stale_tokens": np.zeros(B, np.int32)})
+    own |= {"turns": np.ones(B, np.int32), "stale_tokens": np.zeros(B, np.int32), "failed": np.zeros(B, bool)}
+    return _with_columns(rollout, own)
 
 
 @jax.jit
@@ -162,7 +233,8 @@ class Player:
         self,
         sampler: Sampler,
         *,
-        reply: Reply | None = None,
+        environment: Environment | None = None,
+        patience_s: float = math.inf,
         max_turns: int = 1,
         opening: Sequence[int] = (),
         history: History | None = None,
@@ -171,9 +243,11 @@ class Player:
 
         The sampler's token limit applies to whole episodes. The last of `max_turns` gets no reply. Every response
         starts with `opening`; these tokens, like an environment's, are no actions. Finished episodes enter `history`,
-        which drafts are copied from.
+        which drafts are copied from. `patience_s`: see `resume`.
         """
-        self._sampler, self._reply, self._max_turns, self._opening = sampler, reply, max_turns, list(opening)
+        self._sampler, self._environment, self._max_turns = sampler, environment, max_turns
+        self._opening, self._patience_s = list(opening), patience_s
+        self._pending: dict[bytes, Future[Answer]] = {}
         self.history = history
         self.heard: Heard | None = None
         """Called with the prompts, tokens and records of this process's episodes as they end."""
@@ -188,7 +262,7 @@ class Player:
         return self._sampler.policies
 
     def begin(self, prompts: Prompts, key: Key[Array, ""], *, first: int = 0) -> Episodes:
-        """Begin a group of episodes per prompt, holding only the opening."""
+        """Begin a group of episodes per prompt, holding only the opening. Every process calls it."""
         G, T = self._sampler.group_size, self._sampler.stop.max_length
         keys = self._sampler.keys(prompts, key, first)
         B, S, opened = len(keys), prompts.tokens.shape[1], len(self._opening)
@@ -203,7 +277,7 @@ class Player:
             "truncated": np.zeros(B, bool),
             **{name: np.zeros((B, T), np.float32) for name in ("behaviour_logprobs", "logprobs")},
         }
-        return Episodes(
+        episodes = Episodes(
             Rollout(**fields, routes=self._sampler.empty_routes(B, S + T)),
             texts=_repeated(prompts.texts, B),
             records=_repeated(prompts.records, B),
@@ -211,11 +285,33 @@ class Player:
             ended=np.zeros(B, bool),
             turns=np.zeros(B, np.int32),
             stale_tokens=np.zeros(B, np.int32),
+            waiting=np.zeros(B, bool),
+            failed=np.zeros(B, bool),
+            turn_ends=np.zeros((B, self._max_turns), np.int32),
+            turn_rewards=np.full((B, self._max_turns), np.nan, np.float32),
         )
+        return episodes if self._environment is None else self._opened(episodes, self._environment)
 
-    def resume(self, episodes: Episodes, *, min_ended: float = 1.0) -> Episodes:
-        """Make one sampling call, and add the environment's replies to turns that ended in it."""
-        sampler, rollout, live = self._sampler, episodes.rollout, ~episodes.ended
+    def resume(self, episodes: Episodes, *, min_ended: float = 1.0, patient: bool = True) -> Episodes:
+        """Make one sampling call, and ask the environment about turns that ended in it.
+
+        With `patient`, its answers are awaited. Otherwise answers that come within `patience_s` are taken, and an
+        episode without one waits while others are sampled. If all wait, no call is made.
+        """
+        if not patient:
+            episodes = self._answered(episodes, patient=False)
+        live = episodes.live
+        if live.any():
+            episodes = self._sampled(episodes, live, min_ended=min_ended)
+        elif self._environment is not None and not episodes.ended.all():
+            self._environment.wait(list(self._pending.values()), within_s=_LOOK_S)
+        if patient:
+            episodes = self._answered(episodes, patient=True)
+        self._tell(episodes, live & episodes.ended)
+        return episodes
+
+    def _sampled(self, episodes: Episodes, live: Bool[np.ndarray, " B"], *, min_ended: float) -> Episodes:
+        sampler, rollout = self._sampler, episodes.rollout
         max_length = sampler.stop.max_length
         lengths: Any = episodes.prefix_lengths
         prefix, limits, one_per_group = None, None, slice(None, None, sampler.group_size)
@@ -232,10 +328,7 @@ class Player:
             min_ended=min_ended,
         )
         episodes = merge_decoded(episodes, hosts.allgather(decoded))
-        if self._reply is not None:
-            episodes = self._add_replies(episodes, live & episodes.ended, self._reply)
-        self._tell(episodes, live & episodes.ended)
-        return episodes
+        return episodes if self._environment is None else self._asked(episodes, live, self._environment)
 
     def play(self, prompts: Iterator[Prompts], key: Key[Array, ""], *, first: int = 0) -> Batch:
         """Play whole episodes to the next prompts."""
@@ -246,7 +339,7 @@ class Player:
 
         Response i uses the key `fold_in(key, first + i)`.
         """
-        if self._reply is None and not self._opening:  # one call suffices, and the rollout stays on the devices
+        if self._environment is None and not self._opening:  # one call suffices, and the rollout stays on the devices
             B, heard = len(prompts.lengths) * self._sampler.group_size, None
             if self.heard is not None:
                 heard = self._hearing(_repeated(prompts.texts, B), _repeated(prompts.records, B))
@@ -257,17 +350,22 @@ class Player:
                 texts, lengths = (np.repeat(np.asarray(x), G, axis=0) for x in (prompts.tokens, prompts.lengths))
                 self.history.add(texts, lengths, hosts.allgather(rollout.tokens), batch.lengths)
             return batch
-        episodes = self.begin(prompts, key, first=first)
+        return self.to_batch(self.finish(self.begin(prompts, key, first=first)))
+
+    def finish(self, episodes: Episodes) -> Episodes:
+        """Play the unfinished episodes to their ends."""
         while not episodes.ended.all():
             episodes = self.resume(episodes)
-        return self.to_batch(episodes)
+        return episodes
 
     def to_batch(self, episodes: Episodes) -> Batch:
         rollout: Any = episodes.rollout
         if self.history is not None:
             texts = rollout.prompts, rollout.prompt_lengths, rollout.tokens
             self.history.add(*texts, rollout.mask.sum(axis=1))
-        own = {name: getattr(episodes, name) for name in ("texts", "records", "turns", "stale_tokens")}
+        own = {name: getattr(episodes, name) for name in ("texts", "records", "turns", "stale_tokens", "failed")}
+        if self._environment is not None and self._environment.asks_last:
+            own |= {"turn_ends": episodes.turn_ends, "turn_rewards": episodes.turn_rewards}
         return _with_columns(hosts.shard_rows(self._sampler.mesh, rollout), own)
 
     def _hearing(self, texts: Shaped[np.ndarray, " B"], records: Shaped[np.ndarray, " B"]) -> sampler_lib.Heard | None:
@@ -277,42 +375,110 @@ class Player:
 
     def _tell(self, episodes: Episodes, ended: Bool[np.ndarray, " B"]) -> None:
         """Tell of this process's episodes that have just ended, if others have not: the batch follows at once."""
-        if (hearing := self._hearing(episodes.texts, episodes.records)) is None or episodes.ended.all():
+        gives_rewards = self._environment is not None and self._environment.asks_last
+        hearing = self._hearing(episodes.texts, episodes.records)
+        if hearing is None or episodes.ended.all() or gives_rewards:  # the batch adds these to the records
             return
         own = hosts.own_rows(self._sampler.mesh, len(ended))
-        rows, rollout = own[ended[own]], episodes.rollout
+        asked = ended & ~episodes.failed
+        rows, rollout = own[asked[own]], episodes.rollout
         hearing(rows, [np.asarray(rollout.tokens[row])[np.asarray(rollout.mask[row])].tolist() for row in rows])
 
     def _with_earlier(self, prompts: Prompts) -> Prompts:
         return prompts if self.history is None else dataclasses.replace(prompts, earlier=self.history.of(prompts))
 
-    def _add_replies(self, episodes: Episodes, turn_over: Bool[np.ndarray, " B"], reply: Reply) -> Episodes:
-        """Append the environment's replies where a turn is over, and reopen those episodes.
+    def _own(self, count: int) -> Int[np.ndarray, " n"]:
+        return hosts.own_rows(self._sampler.mesh, count)
 
-        A reply that leaves no room for another token truncates the episode. Each process asks only about its own rows.
-        """
-        tokens, mask, truncated, ended = (
-            np.array(x)
-            for x in (episodes.rollout.tokens, episodes.rollout.mask, episodes.rollout.truncated, episodes.ended)
+    def _turn_over(self, episodes: Episodes, row: int) -> TurnOver:
+        rollout: Any = episodes.rollout
+        mask, drawn, ends = rollout.mask[row], rollout.action_mask[row], episodes.turn_ends[row]
+        spans = itertools.pairwise([0, *ends[: episodes.turns[row]]])
+        return TurnOver(
+            id=episodes.keys[row].tobytes(),
+            text=episodes.texts[row],
+            record=episodes.records[row],
+            tokens=rollout.tokens[row][mask].tolist(),
+            turns=[rollout.tokens[row, a:b][drawn[a:b]].tolist() for a, b in spans],
         )
-        own = hosts.own_rows(self._sampler.mesh, len(ended))
-        asked = own[(turn_over & ~truncated & (episodes.turns < self._max_turns))[own]]
-        responses = [tokens[row][mask[row]].tolist() for row in asked]
-        replies = reply(episodes.texts[asked].tolist(), responses, episodes.records[asked].tolist())
-        for row, response, said in zip(asked, responses, replies, strict=True):
-            length = len(response)
-            if said is None:
+
+    def _opened(self, episodes: Episodes, environment: Environment) -> Episodes:
+        """Let the environment begin the episodes. One whose prompt is not that of its group has failed."""
+        rollout: Any = episodes.rollout
+        G, own = self._sampler.group_size, self._own(len(episodes))
+        prompts, lengths, failed = rollout.prompts[own], rollout.prompt_lengths[own], episodes.failed[own]
+        opened = environment.open([self._turn_over(episodes, row) for row in own.tolist()])
+        for place, (prompt, wrong) in enumerate(opened):
+            failed[place] = wrong
+            if prompt is not None:
+                prompts[place], lengths[place] = self._sampler.stop.pad_id, len(prompt)
+                prompts[place, : len(prompt)] = prompt
+        prompts, lengths, failed = self._gathered((prompts, lengths, failed), len(episodes))
+        first = np.argmin(failed.reshape(-1, G), axis=1)  # of those that did not fail
+        chosen = np.repeat(np.arange(0, len(episodes), G) + first, G)
+        failed = failed | (prompts != prompts[chosen]).any(axis=1) | (lengths != lengths[chosen])
+        rollout = dataclasses.replace(rollout, prompts=prompts[chosen], prompt_lengths=lengths[chosen])
+        return dataclasses.replace(episodes, rollout=rollout, failed=failed)
+
+    def _asked(self, episodes: Episodes, live: Bool[np.ndarray, " B"], environment: Environment) -> Episodes:
+        """Note the turns that ended in a call, and begin to ask about those that may have a reply or a reward."""
+        over, turns, rollout = live & episodes.ended, episodes.turns, episodes.rollout
+        ends = episodes.turn_ends.copy()
+        rows = np.flatnonzero(over)
+        ends[rows, turns[rows] - 1] = np.asarray(rollout.mask)[rows].sum(axis=1)
+        may = (turns < self._max_turns) | environment.asks_last
+        asks = over & may & ~np.asarray(rollout.truncated) & ~episodes.failed
+        episodes = dataclasses.replace(episodes, turn_ends=ends, waiting=asks, ended=episodes.ended & ~asks)
+        own = self._own(len(over))
+        self._begin(episodes, own[asks[own]], environment)
+        environment.finish([episodes.keys[row].tobytes() for row in own[(over & ~asks)[own]]])
+        return episodes
+
+    def _begin(self, episodes: Episodes, rows: Int[np.ndarray, " n"], environment: Environment) -> None:
+        turns = [self._turn_over(episodes, row) for row in rows.tolist()]
+        self._pending |= zip((turn.id for turn in turns), environment.begin(turns), strict=True)
+
+    def _answered(self, episodes: Episodes, *, patient: bool) -> Episodes:
+        """Take the environment's answers, all or those that have come.
+
+        An answer that leaves no room for another token truncates the episode.
+        """
+        environment = self._environment
+        if environment is None or not episodes.waiting.any():
+            return episodes
+        own, limit = self._own(len(episodes)), self._sampler.stop.max_length
+        rows = own[episodes.waiting[own]]
+        ids = {int(row): episodes.keys[row].tobytes() for row in rows}
+        unasked = [row for row, id in ids.items() if id not in self._pending]  # after a resume
+        self._begin(episodes, np.array(unasked, int), environment)
+        within_s = math.inf if patient else self._patience_s
+        environment.wait([self._pending[id] for id in ids.values()], within_s=within_s)
+        rollout: Any = episodes.rollout
+        changed = (rollout.tokens, rollout.mask, rollout.truncated, episodes.ended, episodes.waiting, episodes.failed)
+        tokens, mask, truncated, ended, waiting, failed, rewards = (
+            np.array(x) for x in (*changed, episodes.turn_rewards)
+        )
+        for row, id in ids.items():
+            if not self._pending[id].done():
                 continue
-            if length + len(said) >= self._sampler.stop.max_length:
-                truncated[row] = True
-                continue
-            tokens[row, length : length + len(said)] = said
-            mask[row, length : length + len(said)] = True
-            ended[row] = False
-        changed = [x[own] for x in (tokens, mask, truncated, ended)]
-        tokens, mask, truncated, ended = hosts.allgather_rows(self._sampler.mesh, changed, len(ended))
-        rollout = dataclasses.replace(episodes.rollout, tokens=tokens, mask=mask, truncated=truncated)
-        return dataclasses.replace(episodes, rollout=rollout, ended=ended)
+            answer, length = self._pending.pop(id).result(), int(mask[row].sum())
+            waiting[row], failed[row] = False, answer.failed
+            rewards[row, episodes.turns[row] - 1] = answer.reward
+            ended[row] = answer.reply is None or answer.failed or episodes.turns[row] >= self._max_turns
+            if answer.reply is not None and not ended[row]:
+                behind = length + len(answer.reply)
+                ended[row] = truncated[row] = behind >= limit
+                if not ended[row]:
+                    tokens[row, length:behind], mask[row, length:behind] = answer.reply, True
+        environment.finish([id for row, id in ids.items() if ended[row]])
+        all_changed = [x[own] for x in (tokens, mask, truncated, ended, waiting, failed, rewards)]
+        tokens, mask, truncated, ended, waiting, failed, rewards = self._gathered(all_changed, len(ended))
+        rollout = dataclasses.replace(rollout, tokens=tokens, mask=mask, truncated=truncated)
+        own_columns = {"ended": ended, "waiting": waiting, "failed": failed, "turn_rewards": rewards}
+        return dataclasses.replace(episodes, rollout=rollout, **own_columns)
+
+    def _gathered(self, own: Any, count: int) -> Any:
+        return hosts.allgather_rows(self._sampler.mesh, own, count)
 
 
 def merge_decoded(episodes: Episodes, decoded: Decoded) -> Episodes:
@@ -320,7 +486,7 @@ def merge_decoded(episodes: Episodes, decoded: Decoded) -> Episodes:
 
     Earlier log-probs and routes stay.
     """
-    old, new, live = episodes.rollout, decoded.rollout, ~episodes.ended
+    old, new, live = episodes.rollout, decoded.rollout, episodes.live
     sampled, known = new.action_mask, old.routes.experts >= 0
     fields: dict[str, Any] = {
         "tokens": np.where(live[:, None], new.tokens, old.tokens),
@@ -387,7 +553,7 @@ class Buffer:
             oldest = np.sort(np.argsort(complete, kind="stable")[: self._in_flight])
             tokens = episodes.prefix_lengths.reshape(-1, G).sum(axis=1)
             chosen = spread_over_shards(oldest, tokens[oldest], self._player.shards)
-            resumed = self._player.resume(episodes.groups(chosen, G), min_ended=self._min_ended)
+            resumed = self._player.resume(episodes.groups(chosen, G), min_ended=self._min_ended, patient=False)
             order = np.concatenate([chosen, np.setdiff1d(np.arange(len(self)), chosen)])
             rest = episodes.groups(order[len(chosen) :], G)
             episodes = concatenate([resumed, rest]).groups(np.argsort(order), G)

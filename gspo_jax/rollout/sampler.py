@@ -79,7 +79,7 @@ class Sampler:
         self.reshard = decoder.make_reshard(self.moved(shapes), mesh, dtype, precision)
         self._weights: Weights | None = None
         self._sampling, self._slots, self._router_logprobs = sampling, slots, router_logprobs
-        self._poll_steps, self._cache_dtype = poll_steps, cache_dtype
+        self._cache_dtype = cache_dtype
         self._pool_tokens, self.drafting = pool_tokens, drafting
         self.columns = page_columns(page, stop.max_length, mesh.devices.flat[0].platform)
         self.group_size, self.stop, self.mesh = group_size, stop, mesh
@@ -90,6 +90,9 @@ class Sampler:
         self.policies = 0
         self.poll: Callable[[], None] = lambda: None
         """Called before every sampling call and every `poll_steps` decode steps; may raise to end the call."""
+        self.poll_steps = poll_steps
+        self.cuts_prompts = True
+        """Whether a call's prompts are cut to the smallest `bucket` that holds the longest."""
         self._sampled_shapes: set[tuple[Any, ...]] = set()
 
     @property
@@ -117,7 +120,7 @@ class Sampler:
 
     def pieces(self, responses: int, min_ended: float = 1.0, *, heard: bool = False) -> PolledDecode | None:
         """Return the programs of a polled decode, or None if it fits `poll_steps`, `HEARD_STEPS` if heard."""
-        options, steps = self.decode_options(responses, min_ended), self._poll_steps
+        options, steps = self.decode_options(responses, min_ended), self.poll_steps
         if heard:
             steps = min(HEARD_STEPS, steps or HEARD_STEPS)
         if steps is None or decoder.most_steps(responses, options["slots"], self.stop) <= steps:
@@ -142,6 +145,10 @@ class Sampler:
             for leaf in jax.tree.leaves(self.moved(copied))
         )
         self.stats = SamplerStats()
+
+    def share(self, other: "Sampler") -> None:
+        """Take the weights that `other`, a sampler of the same policy on the same mesh, has loaded, without a copy."""
+        self._weights, self.copy_bytes = other._weights, other.copy_bytes
 
     def release(self) -> None:
         """Free the weights' memory for the update."""
@@ -190,8 +197,8 @@ class Sampler:
     ) -> Decoded:
         """Continue responses from their prefixes; counted in `stats`.
 
-        Arguments are as in `decoder.prefill` and `decode`, on the host. Prompts are cut to the smallest `bucket` that
-        holds the longest, and padded back in the result.
+        Arguments are as in `decoder.prefill` and `decode`, on the host. Prompts that are cut are padded back in the
+        result.
 
         Raises:
           ValueError: no weights are loaded.
@@ -201,7 +208,7 @@ class Sampler:
             raise ValueError("the sampler has no weights; call load first")
         self.poll()
         width = prompts.tokens.shape[1]
-        cut = prompts.tokens[:, : bucket(int(prompts.lengths.max()), width)]
+        cut = prompts.tokens[:, : bucket(int(prompts.lengths.max()), width) if self.cuts_prompts else width]
         prompts = Prompts(cut, prompts.lengths, earlier=prompts.earlier)
         shards = mesh_lib.batch_shards(dict(self.mesh.shape))
         packed = None if prefix is None else pack(prompts, prefix, shards=shards, limit=self.stop.max_length)

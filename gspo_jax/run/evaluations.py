@@ -14,6 +14,7 @@ from gspo_jax.measuring import held_out
 from gspo_jax.measuring.published import Answering, Benchmark
 from gspo_jax.rewards.batches import BatchScorer
 from gspo_jax.rewards.scorer import Scorer
+from gspo_jax.rewards.step_scorer import StepScorer
 from gspo_jax.rollout.episodes import Player
 from gspo_jax.run.log import RunLog
 from gspo_jax.run.phases import Phases
@@ -31,6 +32,8 @@ class Evaluations:
     tokenizer: Tokenizer
     scorer: Scorer
     """Reward functions for the held-out prompts."""
+    steps: StepScorer | None
+    """Step-reward functions for them, which are logged."""
     prompts: EvalBatches
     benchmarks: Mapping[str, tuple[Benchmark, EvalBatches]]
     inputs: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -47,22 +50,26 @@ class Evaluations:
 
     def due(self, done: int) -> bool:
         """Return True if any evaluation is due after `done` iterations."""
-        every = [self.config.eval.every, *(self.config.benchmarks[label].every for label in self.benchmarks)]
-        return any(self._is_due(each, done) for each in every)
+        every = (self.config.benchmarks[label].every for label in self.benchmarks)
+        return self._judges(done) or any(self._is_due(each, done) for each in every)
+
+    def _judges(self, done: int) -> bool:
+        """Return True if held-out prompts are due, and there are rewards for responses to them."""
+        return bool(self.config.rewards) and self._is_due(self.config.eval.every, done)
 
     def _is_due(self, every: int, done: int) -> bool:
         return done % every == 0 or done == self.config.iterations
 
     def measure(
         self, weights: Weights, *, step: int, done: int, key: jax.Array, files: RunFolder, log: RunLog, phases: Phases
-    ) -> float | None:
-        """Run the evaluations due after `done` iterations. Return the held-out accuracy if measured."""
+    ) -> dict[str, float] | None:
+        """Run the evaluations due after `done` iterations. Return the held-out `Evaluation.quality` if measured."""
         phases.enter("evaluate")
         phases.poll()
-        accuracy, mesh = None, self.engine.meshes.trainer
+        quality, mesh = None, self.engine.meshes.trainer
         self.engine.sampler.load(weights)
-        if self._is_due(self.config.eval.every, done):
-            scorer = BatchScorer(self.scorer, self.tokenizer.decode, mesh)
+        if self._judges(done):
+            scorer = BatchScorer(self.scorer, self.tokenizer.decode, mesh, steps=self.steps)
             result = held_out.evaluate(
                 self.player,
                 self.prompts,
@@ -72,7 +79,7 @@ class Evaluations:
                 tokenizer=self.tokenizer,
             )
             log.evaluated(step, done, result)
-            accuracy = result.accuracy
+            quality = result.quality
         answering = Answering(self.player, self.tokenizer, weights, f"update {step}", self.inputs, mesh)
         for label, (taken, batches) in self.benchmarks.items():
             if self._is_due(self.config.benchmarks[label].every, done):
@@ -82,4 +89,4 @@ class Evaluations:
                     facts = taken.measure(answering, batches, scorer, key, files.local / BENCHMARKS, on_call=tick)
                 log.measured(step, label, facts)
         self.engine.sampler.release()
-        return accuracy
+        return quality

@@ -16,13 +16,13 @@ from ml_collections import ConfigDict
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.engine import Engine
 from gspo_jax.folder.metrics import MetricsWriter, Mirror, read_metrics
-from gspo_jax.folder.notes import clear_end, write_config
+from gspo_jax.folder.notes import ORIGIN_FILE, clear_end, note, write_changes, write_config
 from gspo_jax.folder.samples import SamplesWriter
 from gspo_jax.folder.storage import HELD_OUT
 from gspo_jax.folder.weights_and_biases import connect
 from gspo_jax.measuring import published
 from gspo_jax.measuring.gamed import gamed
-from gspo_jax.measuring.held_out import Evaluation, samples_of
+from gspo_jax.measuring.held_out import Evaluation, is_evaluated, samples_of
 from gspo_jax.objectives import Objective
 from gspo_jax.objectives.guards import clip_range_warning, rounding_warning
 from gspo_jax.parallel import hosts, processes
@@ -66,6 +66,22 @@ class RunLog:
         if self._writer is not None:
             self._writer.sync()
 
+    def note_start(
+        self,
+        workdir: Path,
+        *,
+        origin: Mapping[str, Any] | None,
+        changes: Sequence[Mapping[str, Any]],
+        said: Sequence[str],
+    ) -> None:
+        """Note in the run folder where the run began and which fields have changed since, and print lines about it."""
+        if self._writer is not None:
+            write_changes(workdir, changes)
+            if origin is not None:
+                note(workdir, ORIGIN_FILE, **origin)
+        for text in said:
+            self.progress.say(text)
+
     def updates(
         self, step: int, line: Mapping[str, Any], columns: Mapping[str, Any], metrics: list[Metrics], *, group_size: int
     ) -> None:
@@ -89,16 +105,20 @@ class RunLog:
         self.write(step, result.metrics())
         if self._held_out is not None:
             self._held_out.write(step, result.examples)
-        self.progress.keep(accuracy=self._accuracy())
+        self.progress.keep(**self._quality())
         self.progress.say(f"update {step}: {result}")
-        if note := gamed(self.evaluations[0][1], result.metrics()):
-            self.warn(note, about="gamed")
+        if result.warning:
+            self.warn(result.warning, about="graded")
+        if text := gamed(self.evaluations[0][1], result.metrics()):
+            self.warn(text, about="gamed")
 
-    def _accuracy(self) -> tuple[float, int] | None:
-        if not self.evaluations:
-            return None
-        iteration, metrics = self.evaluations[-1]
-        return metrics["eval/accuracy"], iteration
+    def _quality(self) -> dict[str, tuple[float, int] | None]:
+        """Return the newest held-out accuracy, or else mean reward, with its iteration."""
+        iteration, metrics = self.evaluations[-1] if self.evaluations else (0, dict[str, float]())
+        found = {"accuracy": metrics.get("eval/accuracy"), "held_out_reward": metrics.get("eval/reward")}
+        if found["accuracy"] is not None:
+            found["held_out_reward"] = None
+        return {name: None if value is None else (value, iteration) for name, value in found.items()}
 
     def measured(self, step: int, label: str, facts: dict[str, Any]) -> None:
         """Record a benchmark's result, empty except on the first process."""
@@ -109,11 +129,12 @@ class RunLog:
     def advance(self, batch: Batch, metrics: list[Metrics], *, tokens_per_s: float) -> None:
         """End an iteration on the progress bar."""
         self.progress.advance(
-            reward=float(np.nanmean(batch.rewards.total)),
+            reward=float(np.nanmean(batch.rewards.total)) if batch.rewards.by_name else None,
+            teacher_kl=float(metrics[-1]["teacher/kl"]) if "teacher/kl" in metrics[-1] else None,
             clip_fraction=float(metrics[-1]["clip_fraction/sequence"]),
             flip_rate=metrics[-1].get("routing/flip_rate"),
             tokens_per_s=tokens_per_s,
-            accuracy=self._accuracy(),
+            **self._quality(),
         )
 
     def keep_samples(self, step: int, batch: Batch, tokenizer: Tokenizer, *, count: int) -> None:
@@ -129,7 +150,9 @@ class RunLog:
             self.progress.say(f"  reward {total[i]:.4g}  {batch.texts[i]!r} -> {shortened!r}")
 
     def summary(self, title: str) -> dict[str, dict[str, float]]:
-        """Print and return the first and last evaluation."""
+        """Print and return the first and last evaluation, if there is any."""
+        if not self.evaluations:
+            return {}
         (_, first), (_, last) = self.evaluations[0], self.evaluations[-1]
         rows = [{"": name, "first": first.get(name), "last": last.get(name)} for name in first | last]
         self.progress.table(rows, title=title)
@@ -141,11 +164,11 @@ class RunLog:
             self._warned.add(about or text)
             self.progress.say(f"warning: {text}")
 
-    def guard_config(self, objective: Objective, *, group_size: int) -> None:
-        """Warn of settings that prevent learning or clipping."""
+    def guard_config(self, objective: Objective, *, group_size: int, taught: bool) -> None:
+        """Warn of settings that prevent learning or clipping. `taught`: there is a teacher."""
         if text := clip_range_warning(objective):
             self.warn(text)
-        if group_size == 1 and objective.critic is None:
+        if group_size == 1 and objective.critic is None and not taught:
             self.warn(
                 "sampling.group_size is 1: advantages compare a response with its group, so all are exactly 0 and "
                 "nothing is learned; use 2 or more, or ppo, which has a critic"
@@ -180,7 +203,7 @@ def open_log(config: ConfigDict, workdir: Path, *, after_step: int | None, done:
         mirrors: list[Mirror] = []
         if project := config.log.wandb:
             begin = partial(connect, workdir, project, config.to_dict(), resumed=after_step is not None)
-            processes.check_first(lambda: mirrors.append(begin()))
+            processes.ask_first(lambda: mirrors.append(begin()))
         if processes.is_first():
             clear_end(workdir)
             write_config(workdir, config.to_dict(), command=command)
@@ -195,7 +218,7 @@ def open_log(config: ConfigDict, workdir: Path, *, after_step: int | None, done:
 
 def earlier_evaluations(workdir: Path) -> list[tuple[int, dict[str, float]]]:
     """Return iterations done and metrics of earlier evaluations, oldest first."""
-    rows = [row for row in read_metrics(workdir) if "eval/accuracy" in row]
+    rows = [row for row in read_metrics(workdir) if is_evaluated(row)]
     return [
         (row.get("iteration", 0), {name: value for name, value in row.items() if name.startswith("eval/")})
         for row in rows
@@ -246,11 +269,13 @@ def iteration_metrics(clock: Clock, engine: Engine, batch: Batch, rounds: Rounds
 def response_columns(batch: Batch, shaping: Shaping, *, turns: bool, older: bool) -> dict[str, np.ndarray]:
     """Return per-response values [B] on the host. Names "reward/…" are also metric names."""
     rewards = batch.rewards
-    columns = {"reward/mean": rewards.total} | {f"reward/{name}": x for name, x in rewards.by_name.items()}
+    columns = {f"reward/{name}": x for name, x in rewards.by_name.items()}
     if shaping.penalty:
         columns["reward/overlong"] = shaping.overlong(batch)
     G = shaping.group_size
-    columns["reward/zero_std"] = np.repeat(~differ(rewards.total, group_size=G), G).astype(np.float32)
+    if rewards.by_name:
+        columns["reward/mean"] = rewards.total
+        columns["reward/zero_std"] = np.repeat(~differ(rewards.total, group_size=G), G).astype(np.float32)
     return columns | {
         "length": batch.lengths,
         "truncated": batch.truncated,

@@ -1,7 +1,7 @@
 """Opening of a run in its folder."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -16,12 +16,12 @@ from gspo_jax.folder.storage import check_place, open_folder
 from gspo_jax.measuring import published
 from gspo_jax.parallel import hosts
 from gspo_jax.rewards.batches import BatchScorer
+from gspo_jax.run import branch, resume
 from gspo_jax.run import log as log_lib
-from gspo_jax.run import resume
 from gspo_jax.run.evaluations import Evaluations
 from gspo_jax.run.phases import open_phases
 from gspo_jax.run.session import Run
-from gspo_jax.setup import data, learning, players, policy
+from gspo_jax.setup import data, learning, players, policy, teacher
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.training.checkpoint import Checkpointer, steps
@@ -30,15 +30,23 @@ from gspo_jax.training.state import TrainState
 
 @contextmanager
 def open_run(
-    config: ConfigDict, place: str | Path, *, start_over: bool = False, command: str = ""
+    config: ConfigDict,
+    place: str | Path,
+    *,
+    begin_from: str = "",
+    parts: Sequence[str] = (),
+    start_over: bool = False,
+    command: str = "",
 ) -> Iterator[tuple[Run, TrainState]]:
     """Open the run in `place`, a folder or a bucket, at its newest checkpoint or at its beginning.
 
     Errors in config, data, rewards, model folder and run folder are raised before any compilation. A cold start, if
-    configured, is trained first. With `start_over`, a run with lost or damaged checkpoints begins again.
+    configured, is trained first, unless the run begins from RUN[@STEP], `begin_from`, with some `parts` of its
+    checkpoint (see run/branch.py). With `start_over`, a run with lost or damaged checkpoints begins again.
     `StopRequested` passes through after the state is saved.
     """
     check_place(place)
+    given = branch.parse(begin_from, parts, place)
     model = check(config, count_devices=jax.device_count)
     policy.check_weights(config)
     with ExitStack() as stack:
@@ -49,8 +57,13 @@ def open_run(
         if phases.saved is not None and not start_over:
             resume.check_folder(config, files)
         folder = policy.initial_folder(config, files.local)
+        source = None
+        begins = phases.saved is None or start_over
+        if begins and (asked := branch.request_of(given, files, saved=phases.saved)) is not None:
+            source = stack.enter_context(branch.open_source(asked, config))
+            folder = source.initial_folder(config, folder)
         tokenizer = None
-        if phases.saved is None and not config.model.folder:
+        if phases.saved is None and not config.model.folder and (source is None or not source.gives_cold_start(config)):
             coldstart.check_reuse(config, folder, may_change=MAY_CHANGE)
         if config.model.folder or folder.exists():
             model, tokenizer = policy.read_folder(config, folder)
@@ -66,6 +79,7 @@ def open_run(
             phases.enter("start")
             files.share()
             model, tokenizer = policy.read_folder(config, folder)
+        teacher.check_tokens(config, tokenizer)
         stop, memory = players.stop_rule_of(config, tokenizer), hosts.memory_of(meshes.sampler)
         made = engine.build(config, model, meshes, stop, memory=memory)
         made.sampler.poll, scorer.interrupted = phases.poll, phases.noticed
@@ -73,17 +87,20 @@ def open_run(
             replies.interrupted = phases.noticed
         prompts = data.training_prompts(config, tokenizer, records["train"])
         player = players.make_player(config, tokenizer, made.sampler, replies)
+        of_steps = data.make_step_scorer(config)
         evaluations = Evaluations(
             config=config,
             engine=made,
             player=player,
             tokenizer=tokenizer,
             scorer=scorer,
+            steps=of_steps,
             prompts=data.held_out_prompts(config, tokenizer, records["test"]),
             benchmarks={label: (each, each.prompts(tokenizer)) for label, each in taken.items()},
         )
-        given = {"measured_on": evaluations.content, "folder": folder, "start_over": start_over}
-        start = resume.start(config, made, files, prompts, **given)
+        content = {"measured_on": evaluations.content, "folder": folder}
+        begin = {"source": source, "asked": given, "start_over": start_over}
+        start = resume.start(config, made, files, prompts, **content, **begin)
         checkpointer = Checkpointer(
             files.checkpoints, keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
         )
@@ -95,21 +112,27 @@ def open_run(
         began = {"done": start.boundary.done, "total": config.iterations, "resumed": start.step is not None}
         for text in log_lib.opening_lines(files.name, **began, extensible=not learning.falling(config)):
             log.progress.say(text)
-        log.guard_config(made.objective, group_size=config.sampling.group_size)
+        log.note_start(files.local, origin=start.origin, changes=start.changes, said=start.said)
+        taught = made.teacher is not None
+        log.guard_config(made.objective, group_size=config.sampling.group_size, taught=taught)
         for text in start.changed:
             log.warn(text)
         if player.history is not None:
             player.history.restore(start.arrays)
-        scored = BatchScorer(scorer, tokenizer.decode, meshes.trainer, steps=data.make_step_scorer(config))
+        scored = BatchScorer(scorer, tokenizer.decode, meshes.trainer, steps=of_steps)
         if scorer.asks_ahead:
             player.heard = scored.ahead
         buffer = players.make_buffer(config, player, start.boundary.unfinished)
         run = Run(
             config=config,
-            engine=dataclasses.replace(made, frozen=start.frozen, reference=start.reference),
+            engine=dataclasses.replace(
+                made, frozen=start.frozen, reference=start.reference, teacher_params=start.teacher
+            ),
             tokenizer=tokenizer,
             base=start.base,
             inputs=start.inputs,
+            origin=start.origin,
+            changes=start.changes,
             boundary=start.boundary,
             key=start.key,
             prompts=prompts,
@@ -123,6 +146,8 @@ def open_run(
             confirm_lease=confirm_lease,
         )
         phases.settled = lambda: run.settled
+        if source is not None and start.step is None:
+            run.save()  # the run that it began from may go
         try:
             yield run, start.boundary.state
         except StopRequested:

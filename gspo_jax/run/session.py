@@ -1,7 +1,8 @@
 """An open run: logging, evaluation, checkpoints and stops around iterations."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +47,8 @@ class Boundary:
     unfinished: Episodes | None
     evaluated: bool
     """False if evaluations are due."""
-    accuracy: float | None = None
-    """None if not evaluated."""
+    quality: dict[str, float] | None = None
+    """Accuracy or mean reward on held-out prompts, by name; None if not evaluated."""
 
 
 class Watch(Clock):
@@ -71,8 +72,10 @@ class Watch(Clock):
             bad = [name for name, count in named_leaves(counts).items() if count]
             what = f"the first leaf of the gradient that is not finite is {bad[0]}" if bad else f"the loss is {loss}"
             raise Diverged(
-                f"{run.skipped} updates in a row were skipped ({what}); the run can go on from its newest checkpoint, "
-                "with a lower learning rate or other data"
+                f"{run.skipped} updates in a row were skipped ({what}); go on from the newest checkpoint with a lower "
+                "learning rate, the same command with "
+                f"--config.optimizer.learning_rate={run.config.optimizer.learning_rate / 2:.6g}, or begin another run "
+                f"from it with other data (--from={run.files.name})"
             )
 
 
@@ -87,6 +90,10 @@ class Run:
     """Digest of the frozen weights."""
     inputs: Mapping[str, str]
     """Digests of the run's inputs, by name in messages."""
+    origin: Mapping[str, Any] | None
+    """What was taken from another run's checkpoint. None if nothing was."""
+    changes: Sequence[Mapping[str, Any]]
+    """Fields changed on resuming."""
     boundary: Boundary
     """A stop saves it, and the unfinished iteration is sampled again."""
     key: jax.Array
@@ -205,7 +212,7 @@ class Run:
                 f"{config.environment.name} replied to no response of a whole batch; make turns end where it "
                 "listens (sampling.stop_ids), with environment.turns above 1"
             )
-        if objective.critic is None and not jnp.any(batch.advantages):
+        if objective.critic is None and len(config.rewards) and not jnp.any(batch.advantages):
             self.log.warn(
                 "all advantages of a batch are 0, because the responses to each prompt have equal "
                 "rewards; use easier or harder prompts, larger groups, or sampling.rounds > 1"
@@ -220,8 +227,8 @@ class Run:
             return
         weights, step, key = self.engine.weights(at.state), int(at.state.updates), keys.eval_key(self.key)
         where = {"files": self.files, "log": self.log, "phases": self.phases}
-        accuracy = self.evaluations.measure(weights, step=step, done=at.done, key=key, **where)
-        self.boundary = dataclasses.replace(at, evaluated=True, accuracy=accuracy)
+        quality = self.evaluations.measure(weights, step=step, done=at.done, key=key, **where)
+        self.boundary = dataclasses.replace(at, evaluated=True, quality=quality)
 
     def save(self) -> None:
         """Save the newest boundary in the background. The run's first checkpoint is read back at once."""
@@ -232,7 +239,9 @@ class Run:
         at = self.boundary
         run = {"iteration": at.done, "prompts": at.prompts, "config": self.config.to_dict(), "evaluated": at.evaluated}
         run |= {"key": jax.random.key_data(self.key).tolist(), "inputs": self.inputs}
-        run |= {"measured_on": self.evaluations.content, "versions": versions()}
+        run |= {"measured_on": self.evaluations.content, "versions": versions(), "changes": list(self.changes)}
+        if self.origin is not None:
+            run["origin"] = self.origin
         if self.base is not None:
             run["base"] = self.base
         left = at.unfinished
@@ -242,7 +251,7 @@ class Run:
         if self.player.history is not None:
             arrays |= self.player.history.to_arrays()
         is_first = self.checkpointer.latest is None
-        self.checkpointer.save(at.done, at.state, run, arrays, accuracy=at.accuracy)
+        self.checkpointer.save(at.done, at.state, run, arrays, quality=at.quality)
         if is_first:  # detect an unreadable place now, not on resuming
             self.checkpointer.confirm(at.state)
         self._note_saved()

@@ -1,7 +1,8 @@
 """Checks of a config that need neither data nor devices."""
 
 import datetime
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import Objective
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rewards import environments, scorer, steps
-from gspo_jax.setup import data, functions, inputs, learning, meshes, players, policy, servers
+from gspo_jax.setup import data, functions, inputs, learning, meshes, players, policy, servers, teacher
 from gspo_jax.setup.fields import at, check_fields
 from gspo_jax.training import shaping
 from gspo_jax.training.state import make_optimizer
@@ -44,6 +45,7 @@ def check(config: ConfigDict, *, count_devices: Callable[[], int] | None = None)
     check_positions(config, model)
     _check_adapters_of(config, model)
     sizes = dict(config.mesh)
+    teacher.read_model(config, sizes)
     if -1 not in sizes.values():
         if count_devices is not None:
             mesh_lib.mesh_sizes(sizes, count_devices())
@@ -80,6 +82,10 @@ def check_elsewhere(config: ConfigDict, *, devices: int) -> list[str]:
     sizes: dict[str, int] = dict(config.mesh)
     if devices:
         sizes = dict(zip(mesh_lib.AXES, mesh_lib.mesh_sizes(sizes, devices), strict=True))
+    if not config.teacher.folder or Path(config.teacher.folder).is_dir():
+        teacher.read_model(config, sizes)
+    else:
+        left.append(f"the teacher in {config.teacher.folder}")
     if -1 in sizes.values():
         left.append("the mesh, which takes the remaining devices")
     else:
@@ -94,6 +100,7 @@ def _check_settings(config: ConfigDict) -> None:
     _check_choices(config)
     data.sources(config)
     _check_rewards(config)
+    _check_episode_rewards(config)
     _check_filter(config)
     _check_benchmarks(config)
     _check_partial_rollouts(config)
@@ -108,7 +115,9 @@ def _check_settings(config: ConfigDict) -> None:
 
 
 def _check_places(config: ConfigDict) -> None:
-    places = inputs.places(config) | {f"{section}.folder": config[section].folder for section in ("model", "adapter")}
+    places = inputs.places(config) | {
+        f"{section}.folder": config[section].folder for section in ("model", "adapter", "teacher")
+    }
     places |= {name: at(config, name) for name in servers.FILES}
     places |= {f"benchmarks.{name}.data": section.data for name, section in config.benchmarks.items()}
     for name, place in places.items():
@@ -125,18 +134,21 @@ def _check_choices(config: ConfigDict) -> None:
     if bad := [x for x in config.coldstart.terse if not isinstance(x, int | float) or not FRACTION.holds(x)]:
         raise UserError(f"coldstart.terse has {bad[0]!r}; use {FRACTION.words} for each stage")
     if config.environment.name:
-        environments.find(config.environment.name, functions.own(config))
-        functions.check_calls(config, "environment", config.environment.name, *ARGUMENTS)
+        name = config.environment.name
+        environment = environments.find(name, functions.own(config))
+        if inspect.isclass(environment):
+            environments.check_class(name, config.functions[name], environment)
+            functions.check_calls(config, "environment", name)
+        else:
+            functions.check_calls(config, "environment", name, *ARGUMENTS)
 
 
 def _check_rewards(config: ConfigDict) -> None:
     if not config.rewards:
-        raise UserError("the config has no rewards; name at least one with its weight, such as exact_answer: 1.0")
-    if config.eval.correct not in config.rewards:
-        raise UserError(
-            f"eval.correct is {config.eval.correct!r}, which is not among the config's rewards; use one of "
-            f"{', '.join(config.rewards)}"
-        )
+        _check_no_rewards(config)
+    own = functions.own(config)
+    if config.rewards:
+        _check_correct("eval.correct", config.eval.correct, config, own)
     for name, source in config.data.sources.items():
         own_rewards = source.rewards or tuple(config.rewards)
         for reward in own_rewards:
@@ -145,13 +157,13 @@ def _check_rewards(config: ConfigDict) -> None:
                     f"data.sources.{name}.rewards has {reward!r}, which is not among the config's rewards; use one of "
                     f"{', '.join(config.rewards)}"
                 )
+        _check_correct(f"data.sources.{name}.correct", source.correct, config, own)
         correct = source.correct or config.eval.correct
-        if correct not in own_rewards:
+        if correct and correct not in own_rewards:
             raise UserError(
                 f"data.sources.{name} is judged by {correct!r}, which does not score it; set its `correct` to one of "
                 f"{', '.join(own_rewards)}"
             )
-    own = functions.own(config)
     found = scorer.find(config.rewards, own, servers.make(config))
     if (found.programs or config.environment.name in environments.SANDBOXED) and not config.scoring.unsafe:
         sandbox.check_bubblewrap()
@@ -161,6 +173,51 @@ def _check_rewards(config: ConfigDict) -> None:
             function = found.waiting.get(name) if kind == "reward" else None
             plural = getattr(function, "batched", False)
             functions.check_calls(config, kind, name, *(f"{each}s" if plural else each for each in ARGUMENTS))
+
+
+def _check_episode_rewards(config: ConfigDict) -> None:
+    name = config.environment.name
+    if "environment" not in (*config.rewards, *config.step_rewards):
+        return
+    if not name or not inspect.isclass(environments.find(name, functions.own(config))):
+        raise UserError(
+            f"the reward 'environment' is what an environment's object gives, and environment.name is {name!r}; set it "
+            "to a class of yours (docs/own/environment.md), or take the reward out"
+        )
+
+
+def _check_correct(field: str, name: str, config: ConfigDict, own: Mapping[str, str]) -> None:
+    if not name:
+        return
+    if name not in config.rewards:
+        raise UserError(
+            f"{field} is {name!r}, which is not among the config's rewards; use one of {', '.join(config.rewards)}, or "
+            "leave it empty for no accuracy"
+        )
+    if scorer.is_graded(name, own):
+        raise UserError(
+            f"{field} is {name!r}, which gives scores between wrong and correct; use a reward of verdicts, 0 or 1 (a "
+            "weight of 0 only logs it), or leave it empty for mean rewards in place of an accuracy"
+        )
+
+
+def _check_no_rewards(config: ConfigDict) -> None:
+    """Raise a UserError unless a teacher stands in for rewards, and nothing else needs them."""
+    if not config.teacher.folder:
+        raise UserError(
+            "the config has no rewards; name at least one with its weight, such as exact_answer: 1.0, or a "
+            "teacher.folder to learn from alone"
+        )
+    if config.eval.correct:
+        raise UserError(
+            f"eval.correct is {config.eval.correct!r} and the config has no rewards; add it to them, with weight 0 if "
+            "the policy is to learn from its teacher alone, or leave it empty"
+        )
+    if config.sampling.rounds > 1:
+        raise UserError(
+            f"sampling.rounds is {config.sampling.rounds}, which replaces groups with equal rewards, and the config "
+            "has no rewards; use 1"
+        )
 
 
 def _check_filter(config: ConfigDict) -> None:
@@ -214,6 +271,11 @@ def _check_learning(config: ConfigDict, objective: Objective) -> None:
         raise UserError(
             f"{objective.name} has one advantage per response, but step_rewards need one per token; use "
             "gspo_token, grpo, dapo, cispo, sapo or ppo, or remove step_rewards"
+        )
+    if config.teacher.folder and config.teacher.form == "advantage" and not objective.token_advantages:
+        raise UserError(
+            f"{objective.name} has one advantage per response, but teacher.form 'advantage' gives one per token; use "
+            "gspo_token, grpo, reinforce, dapo, cispo, sapo or ppo, or teacher.form 'k2', 'k3' or 'full'"
         )
     if reference.place == "reward" and objective.critic is None:
         raise UserError(f"reference.place is 'reward', which needs a critic; {objective.name} has none, use 'loss'")

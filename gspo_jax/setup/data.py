@@ -1,8 +1,9 @@
 """Records, prompt batches and reward functions, from a config."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -22,10 +23,10 @@ from gspo_jax.data.rows import Source
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import UserError
 from gspo_jax.parallel import processes
-from gspo_jax.rewards import code, code_records
+from gspo_jax.rewards import code, code_records, environments
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.step_scorer import StepScorer
-from gspo_jax.setup import functions
+from gspo_jax.setup import functions, servers
 from gspo_jax.types import Prompts
 
 Scores = Callable[[str, Record], bool]
@@ -94,7 +95,7 @@ def sources(config: ConfigDict) -> dict[str, Source]:
 
 
 def prompt_style(config: ConfigDict) -> PromptStyle:
-    """Return the shared beginning of all prompts: the system prompt, and `data.few_shot` as turns.
+    """Return the shared beginning of all prompts: the system prompt, tools, and `data.few_shot` as turns.
 
     Raises:
       UserError: the examples are missing, or one has a system prompt.
@@ -106,7 +107,15 @@ def prompt_style(config: ConfigDict) -> PromptStyle:
             if example["messages"][0]["role"] == "system":
                 raise UserError(f"data.few_shot: {example['id']} has a system prompt; move it to data.system")
             shots += example["messages"]
-    return PromptStyle(data.system, tuple(shots))
+    return PromptStyle(data.system, tuple(shots), tools=environment_tools(config))
+
+
+def environment_tools(config: ConfigDict) -> tuple[Mapping[str, Any], ...]:
+    """Return the schemas of the environment's tools, none without."""
+    if not config.environment.name:
+        return ()
+    tools = environments.tools_of(environments.find(config.environment.name, functions.own(config)))
+    return () if tools is None else tuple(tools.schemas)
 
 
 def training_prompts(config: ConfigDict, tokenizer: Tokenizer, records: Sequence[Record]) -> Batches[Prompts]:
@@ -152,6 +161,7 @@ def make_scorer(config: ConfigDict, *, scores: Scores | None = None) -> Scorer:
         workers=scoring_workers(config),
         unsafe=scoring.unsafe,
         scores=scores or _scores(config),
+        askers=servers.make(config),
         limits=call_limits(config),
         most_failed=scoring.most_failed,
         environment=scoring.environment,

@@ -27,6 +27,12 @@ def of_run(config: ConfigDict, folder: Path) -> dict[str, str]:
     return {name: one for name, one in (found | of_functions(config)).items() if one}
 
 
+def of_teacher(config: ConfigDict) -> dict[str, str]:
+    """Return the digest of the teacher's config.json, if there is a teacher, by name in messages."""
+    folder = config.teacher.folder
+    return {f"{CONFIG} of the teacher": file_digest(Path(folder) / CONFIG)} if folder else {}
+
+
 def _used(config: ConfigDict, name: str) -> bool:
     return name.partition(".")[0] in config.rewards and bool(at(config, name))
 

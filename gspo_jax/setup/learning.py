@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,22 +17,78 @@ from gspo_jax.models import critic as critic_lib
 from gspo_jax.models import flops
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.transformer import LEAN
-from gspo_jax.objectives import Objective, mismatch
+from gspo_jax.objectives import Objective, advantages, mismatch
 from gspo_jax.objectives.mismatch import Correction, make_correction
 from gspo_jax.setup import functions, players
 from gspo_jax.setup.fields import at
 from gspo_jax.training import packing
 from gspo_jax.training.packing import Packer
 from gspo_jax.training.scoring import Scoring
-from gspo_jax.training.shaping import Shaping
+from gspo_jax.training.shaping import OVERLONG, Shaping
 from gspo_jax.training.state import CriticRule, make_optimizer
 from gspo_jax.training.terms import Penalties
 
 
 def make_objective(config: ConfigDict) -> Objective:
-    """Return the objective `objective.name`, with the off-policy mask."""
+    """Return the objective `objective.name`, with its advantages and the off-policy mask.
+
+    Raises:
+      UserError: also if `objective.advantage` or `objective.turn_discount` does not fit the objective or the rewards.
+    """
     made = _made(config, "objective", config.objective.name, objectives.catalogue.__all__, objectives.make)
-    return dataclasses.replace(made, negative_mask=config.mismatch.negative_mask)
+    made = dataclasses.replace(made, negative_mask=config.mismatch.negative_mask)
+    return _with_turns(config, _with_advantage(config, made))
+
+
+def _with_advantage(config: ConfigDict, made: Objective) -> Objective:
+    name, penalty = config.objective.advantage, config.overlong.penalty
+    if not name:
+        return made
+    if made.advantage is None:
+        raise UserError(
+            f"objective.advantage is {name!r}, and {made.name} takes its advantages from a critic; leave it empty"
+        )
+    weights: dict[str, float] = {reward: weight for reward, weight in config.rewards.items() if weight}
+    if name == "gdpo":
+        if penalty and OVERLONG in weights:
+            raise UserError(
+                f"with objective.advantage 'gdpo' the length penalty is a reward {OVERLONG!r}, the name of one of the "
+                "config's rewards; rename that, or set overlong.penalty to 0"
+            )
+        if not weights:
+            raise UserError("objective.advantage is 'gdpo', and no reward has a weight; give at least one of them one")
+        weights |= {OVERLONG: 1.0} if penalty else {}  # it is weighted already
+        return dataclasses.replace(made, advantage=partial(advantages.gdpo, weights=weights), by_reward=True)
+    if name == "max_rl" and (penalty or min(weights.values(), default=0) < 0):
+        what = (
+            f"overlong.penalty is {penalty}" if penalty else f"{min(weights, key=weights.__getitem__)} is a punishment"
+        )
+        raise UserError(
+            f"{what}, but objective.advantage 'max_rl' divides by the mean reward of a group, which must not be "
+            "negative; set it to 0, or choose another advantage"
+        )
+    return dataclasses.replace(made, advantage=getattr(advantages, name))
+
+
+def _with_turns(config: ConfigDict, made: Objective) -> Objective:
+    discount = config.objective.turn_discount
+    if discount is None:
+        return made
+    if made.critic is not None:
+        raise UserError(
+            f"objective.turn_discount is {discount}, and {made.name} discounts per token by its gamma; leave it None"
+        )
+    if not made.token_advantages:
+        raise UserError(
+            f"objective.turn_discount is {discount}, which gives each turn its advantage, and {made.name} has one per "
+            "response; use gspo_token, grpo, dapo, cispo or sapo, or None"
+        )
+    if made.by_reward:
+        raise UserError(
+            f"objective.turn_discount is {discount}, and objective.advantage 'gdpo' compares whole responses; choose "
+            "another advantage, or None"
+        )
+    return dataclasses.replace(made, turn_discount=discount)
 
 
 def make_mismatch_correction(config: ConfigDict) -> Correction | None:
@@ -59,6 +116,8 @@ def make_penalties(config: ConfigDict) -> Penalties:
     return Penalties(
         kl=reference.kl_weight if reference.place == "loss" else 0.0,
         kl_estimator=reference.estimator,
+        teacher=config.teacher.weight if config.teacher.folder else 0.0,
+        teacher_form=config.teacher.form,
         entropy=config.training.entropy_weight,
         balance=config.routing.balance_weight,
         router_z=config.routing.z_weight,

@@ -90,10 +90,12 @@ def default_pool(
     one = whole.per_response(longest)
     needed = one * columns * token_bytes(config, model, sampler)
     if needed > memory - beside:
+        taught = bool(config.teacher.folder)
         raise UserError(
             f"keys and values of one response of {longest} tokens, sampling.max_response_length, take "
-            f"{needed / 1e9:.1f} GB, and weights, optimizer and prompts leave {max(memory - beside, 0) / 1e9:.1f} of "
-            f"{memory / 1e9:.1f} GB; lower it, or use more chips"
+            f"{needed / 1e9:.1f} GB, and weights, {'teacher, ' * taught}optimizer and prompts leave "
+            f"{max(memory - beside, 0) / 1e9:.1f} of {memory / 1e9:.1f} GB; lower it, or use more chips"
+            f"{', or a teacher.dtype of int8' * (taught and config.teacher.dtype != 'int8')}"
         )
     low, high = one, whole.pages
     while high - low > 1:

@@ -1,22 +1,23 @@
 """Sampling parameters, stop rule, episodes and partial rollouts, from a config."""
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from gspo_jax.data.pipeline import prompt_text
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import UserError
 from gspo_jax.models.config import ModelConfig
-from gspo_jax.rewards.replies import Replies
+from gspo_jax.rewards.replies import Replies, Setting
 from gspo_jax.rollout.drafting import NO_DRAFTS, Drafting
-from gspo_jax.rollout.episodes import Buffer, Episodes, Player, Reply
+from gspo_jax.rollout.episodes import Buffer, Episodes, Player
 from gspo_jax.rollout.history import History
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.setup import data, functions
+from gspo_jax.setup.turns import TokenTurns
 
 
 def make_sampling(config: ConfigDict) -> SamplingParams:
@@ -78,37 +79,39 @@ def make_replies(config: ConfigDict) -> AbstractContextManager[Replies | None]:
     """Return the environment, if any, with sandboxes if it runs programs."""
     if not config.environment.name:
         return nullcontext()
-    return Replies(
-        config.environment.name,
+    scoring = config.scoring
+    setting = Setting(
         own=functions.own(config),
-        timeout_s=config.scoring.timeout_s,
+        limits=data.call_limits(config),
+        most_failed=scoring.most_failed,
+        timeout_s=scoring.timeout_s,
         workers=data.scoring_workers(config),
-        unsafe=config.scoring.unsafe,
+        unsafe=scoring.unsafe,
     )
+    return Replies(config.environment.name, setting)
 
 
 def make_player(config: ConfigDict, tokenizer: Tokenizer, sampler: Sampler, replies: Replies | None) -> Player:
-    """Return the player of episodes."""
+    """Return the player of episodes.
+
+    Raises:
+      UserError: the environment has tools, which the chat template cannot show, or whose calls it writes in a format
+        that is not known.
+    """
     history = History(sampler.stop.max_length) if config.sampling.draft == "history" else None
     given: Any = {"opening": opening(config, tokenizer), "history": history}
     if replies is None:
         return Player(sampler, **given)
-    return Player(sampler, reply=on_tokens(replies, tokenizer), max_turns=config.environment.turns, **given)
+    if replies.tools is not None:
+        replies.tool_format = tokenizer.tool_format(config.environment.tool_format)
+    style = data.prompt_style(config)
 
+    def encode(record: Record) -> list[int]:
+        return tokenizer.encode(prompt_text(record, tokenizer, style))
 
-def on_tokens(replies: Replies, tokenizer: Tokenizer) -> Reply:
-    """Return the environment on token ids."""
-
-    def reply(prompts: Sequence[str], responses: Sequence[list[int]], records: Sequence[Record]) -> list[Any]:
-        said = replies(prompts, [tokenizer.decode(response) for response in responses], records)
-        return [None if text is None else encoded(text, r[-1]) for text, r in zip(said, responses, strict=True)]
-
-    def encoded(text: str, last: int) -> list[int]:
-        text = tokenizer.guard(text)
-        # After one of sampling.stop_ids, e.g. the end of a tool call, the reply is inserted as it is.
-        return tokenizer.encode(tokenizer.user_turn(text) if last in tokenizer.eos_ids else text)
-
-    return reply
+    environment = TokenTurns(replies, tokenizer, encode, config.data.max_prompt_length)
+    turns, patience_s = config.environment.turns, config.environment.patience_s
+    return Player(sampler, environment=environment, max_turns=turns, patience_s=patience_s, **given)
 
 
 def make_buffer(config: ConfigDict, player: Player, unfinished: Episodes | None = None) -> Buffer | None:

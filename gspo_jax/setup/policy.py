@@ -18,12 +18,13 @@ from gspo_jax.folder.notes import existing_folder
 from gspo_jax.folder.storage import RunFolder
 from gspo_jax.models import huggingface, lora, peft, transformer
 from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.dispatch import Dispatch
 from gspo_jax.models.matrices import ADAPTER
 from gspo_jax.models.published import check as check_published
 from gspo_jax.models.published import find as find_published
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.setup import keys, players
-from gspo_jax.training.checkpoint import load_newest
+from gspo_jax.training.checkpoint import load_newest, load_step, steps
 from gspo_jax.training.digest import digest_tree
 from gspo_jax.types import Weights
 
@@ -84,8 +85,7 @@ class Policy:
         alpha = None if run is None else run["config"]["adapter"]["alpha"]
         if alpha not in (None, self.adapters.alpha):
             raise UserError(f"adapter.alpha is {self.adapters.alpha} here and {alpha} in the checkpoint; set it back")
-        stored: Any = "int8" if self.is_quantized else "frozen"
-        base = huggingface.load_params(folder, self.config, mesh, dtype=self.base_dtype, base=stored)
+        base = load_frozen(folder, self.config, self.shapes.frozen, mesh)
         if run is not None and digest_tree(base) != run.get("base"):
             raise UserError(
                 f"the weights in {folder} are not those that the checkpoint's adapters were trained beside; put the "
@@ -101,13 +101,39 @@ class Policy:
     @property
     def base_dtype(self) -> jnp.dtype:
         """Dtype of frozen weights, except int8 matrices and float32 exceptions."""
-        frozen: Any = self.shapes.frozen
-        return frozen["embed"].dtype
+        return _stored_dtype(self.shapes.frozen)
 
     @property
     def is_quantized(self) -> bool:
         """True if the frozen matrices are int8."""
-        return any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(self.shapes.frozen))
+        return _is_quantized(self.shapes.frozen)
+
+
+def abstract_frozen(
+    model: ModelConfig, kind: str, *, dtype: jnp.dtype, dispatch: Dispatch
+) -> tuple[nnx.GraphDef[transformer.Transformer], nnx.State]:
+    """Return the graph of a model that no update changes, which computes in `dtype`, and its weights' shapes.
+
+    `kind` is how they are stored: "float32", "bfloat16", "int8", or "" for `dtype`. In the trainer's layout they are
+    also spread over `expert`.
+    """
+    quantized = kind == "int8"
+    graph, shapes = transformer.abstract(model, dtype=dtype, dispatch=dispatch, base="int8" if quantized else "frozen")
+    return graph, huggingface.with_dtype(shapes, dtype if quantized or not kind else jnp.dtype(kind))
+
+
+def load_frozen(folder: Path, model: ModelConfig, shapes: nnx.State, mesh: Mesh) -> nnx.State:
+    """Read a folder's weights into the trainer's layout, stored as `abstract_frozen` says."""
+    base = "int8" if _is_quantized(shapes) else "frozen"
+    return huggingface.load_params(folder, model, mesh, dtype=_stored_dtype(shapes), base=base)
+
+
+def _stored_dtype(frozen: Any) -> jnp.dtype:
+    return frozen["embed"].dtype
+
+
+def _is_quantized(frozen: nnx.State) -> bool:
+    return any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(frozen))
 
 
 def make_policy(config: ConfigDict, model: ModelConfig) -> Policy:
@@ -117,12 +143,10 @@ def make_policy(config: ConfigDict, model: ModelConfig) -> Policy:
     if adapters is None:
         graph, shapes = transformer.abstract(model, **options)
         return Policy(model, graph, graph, Weights.full(shapes))
-    kind = config.adapter.base_dtype or config.model.dtype
+    kind = config.adapter.base_dtype
+    base, frozen = abstract_frozen(model, kind, **options)
     options["base"] = "int8" if kind == "int8" else "frozen"
-    stored = jnp.dtype(config.model.dtype if kind == "int8" else kind)
-    base, shapes = transformer.abstract(model, **options)
     graph, whole = transformer.abstract(model, **options, adapters=adapters)
-    frozen = huggingface.with_dtype(shapes, stored)
     return Policy(model, graph, base, Weights(lora.split(whole)[0], frozen), adapters, config.adapter.folder)
 
 
@@ -264,12 +288,25 @@ def reference_params(config: ConfigDict, folder: Path, policy: Policy, mesh: Mes
     return peft.load(policy.adapter_folder, policy.config, policy.adapters, mesh)
 
 
-def newest_weights(config: ConfigDict, files: RunFolder, policy: Policy, mesh: Mesh) -> tuple[Weights, str]:
-    """Return a run's newest (or initial) weights, and a name for messages."""
+def weights_of_run(
+    config: ConfigDict, files: RunFolder, policy: Policy, mesh: Mesh, *, step: int | None = None
+) -> tuple[Weights, str]:
+    """Return a run's weights after iteration `step`, and a name for messages.
+
+    None: the newest, or the initial ones without a checkpoint. 0: the initial ones.
+
+    Raises:
+      UserError: there is no checkpoint of that iteration.
+    """
     trainable = policy.shapes.trainable
     wanted = {"policy": {"params": trainable}}
     places = {"policy": {"params": mesh_lib.param_shardings(trainable, mesh)}}
-    restored = load_newest(files.checkpoints, wanted, places, field_of=field_of)
+    if step is None:
+        restored = load_newest(files.checkpoints, wanted, places, field_of=field_of)
+    elif step == 0 and step not in steps(files.checkpoints):
+        restored = None
+    else:
+        restored = load_step(files.checkpoints, step, wanted, places, field_of=field_of)
     folder = initial_folder(config, files.local)
     if restored is None:
         return policy.first(folder, mesh, keys.adapter_key(config)), "the first policy"

@@ -13,6 +13,7 @@ _OF_NEITHER = {
     "overlong.": "of training: no score of its own",
     "objective.": "of training",
     "reference.": "of training",
+    "teacher.": "of training",
     "critic.": "of training",
     "mismatch.": "of training",
     "optimizer.": "of training; the cold start has coldstart.optimizer",

@@ -8,7 +8,7 @@ import numpy as np
 
 from gspo_jax.drawing import GREY, percent, text_width, wrap
 from gspo_jax.studies.paired import Estimate, differences
-from gspo_jax.studies.runs import Group, describe, final, results
+from gspo_jax.studies.runs import Group, describe, final, quality, results
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,9 +43,9 @@ def apart(groups: Sequence[Group], base: Group) -> list[Dots]:
 def compare(groups: Sequence[Group], base: Group, metrics: Sequence[str]) -> list[Dots]:
     """Return dot plots of each metric's final values, and of differences from `base` in results.
 
-    All share their rows, the most accurate group first. The baseline's differences are empty.
+    All share their rows, the best group first. The baseline's differences are empty.
     """
-    ranked = sorted(groups, key=lambda group: (-_accuracy(group), group.label))
+    ranked = sorted(groups, key=lambda group: (-_final(group, quality(groups)), group.label))
     found = []
     for name in metrics:
         metric, ends = describe(name), [list(final(group, name).values()) for group in ranked]
@@ -66,8 +66,8 @@ def _apart(groups: Sequence[Group], base: Group, name: str) -> Dots | None:
     return Dots(f"Δ {metric.title}", unit, rows, metric.is_share, is_paired=True)
 
 
-def _accuracy(group: Group) -> float:
-    return float(np.mean(list(final(group, "eval/accuracy").values()) or [-np.inf]))
+def _final(group: Group, name: str) -> float:
+    return float(np.mean(list(final(group, name).values()) or [-np.inf]))
 
 
 def _mean(values: Sequence[float]) -> Estimate | None:

@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from gspo_jax.folder.notes import change_line
 from gspo_jax.folder.samples import read_samples
 from gspo_jax.folder.storage import HELD_OUT
 from gspo_jax.measuring.gamed import gamed
+from gspo_jax.measuring.held_out import is_evaluated, rewards_in
 from gspo_jax.progress import duration
 from gspo_jax.studies import paired
-from gspo_jax.studies.runs import COLLAPSE_WINDOW, RESOLUTION, Group, RunData, describe, differences, results
+from gspo_jax.studies.runs import COLLAPSE_WINDOW, RESOLUTION, Group, RunData, describe, differences, quality, results
 
 MAX_LISTED = 3
 """Maximum groups listed with all numbers, runs and samples."""
@@ -58,8 +60,8 @@ def sections(groups: Sequence[Group], found: Sequence[_Facts], *, base: Group, p
       UserError: a file of samples is damaged.
     """
     numbers = _html_table(number_rows(found)) + (
-        "<p>Accuracies: first and last evaluation. Other metrics: mean over the first and over the last tenth of the "
-        f"iterations. In brackets: minimum and maximum over seeds. {ROUNDING}</p>"
+        "<p>Held-out prompts and benchmarks: first and last evaluation. Other metrics: mean over the first and over "
+        f"the last tenth of the iterations. In brackets: minimum and maximum over seeds. {ROUNDING}</p>"
     )
     firsts = [group.runs[0] for group in groups]
     samples = [
@@ -74,6 +76,8 @@ def sections(groups: Sequence[Group], found: Sequence[_Facts], *, base: Group, p
         numbers = f"{first}<p>{HOW_TO_READ[panels]}</p>" + _folded("before and after, metric by metric", numbers)
         samples = [(title, _folded("completions", shown)) for title, shown in samples]
     parts = [("Numbers", numbers), ("Runs", ran)]
+    if past := histories([run for group in groups for run in group.runs]):
+        parts.append(("Where runs began, and what changed", "".join(f"<p>{html.escape(text)}</p>" for text in past)))
     if rows := difference_rows(groups, base):
         answers = "".join(f"<p><b>{html.escape(text)}</b></p>" for text in verdicts(groups, base))
         table = re.sub(r"\*\*(.*?)\*\*", r"<b>\1</b>", _html_table(rows))
@@ -153,21 +157,19 @@ def difference_table(groups: Sequence[Group], base: Group) -> str:
 
 
 def verdicts(groups: Sequence[Group], base: Group) -> list[str]:
-    """Return sentences on whether each of a few groups is more accurate than `base`, none for many."""
+    """Return sentences on whether each of a few groups is better than `base`, none for many."""
     if len(groups) > MAX_LISTED:
         return []
-    found = zip(groups, paired.differences(groups, base), strict=True)
-    return [
-        paired.verdict(group.label, base.label, own["eval/accuracy"]) for group, own in found if "eval/accuracy" in own
-    ]
+    found, name = zip(groups, paired.differences(groups, base), strict=True), quality(groups)
+    return [paired.verdict(group.label, base.label, own[name], of=name) for group, own in found if name in own]
 
 
 def family_rows(found: Sequence[_Facts], panels: str) -> list[dict[str, str]]:
-    """Return a row of final values per group, the most accurate first. `panels` selects the columns."""
-    ordered = sorted(found, key=lambda group: (-_final_accuracy(group), group["label"]))
-    return [
-        {"runs": group["label"]} | {name: cell(group) for name, cell in COLUMNS[panels].items()} for group in ordered
-    ]
+    """Return a row of final values per group, the best first. `panels` selects the columns."""
+    name = _quality(found)
+    ordered = sorted(found, key=lambda group: (-_final(group, name), group["label"]))
+    columns = {describe(name).title.lower(): _final_cell(name, ".3f", spread=True)} | COLUMNS[panels]
+    return [{"runs": group["label"]} | {name: cell(group) for name, cell in columns.items()} for group in ordered]
 
 
 def family_table(found: Sequence[_Facts], *, panels: str, differences: str, command: Sequence[str]) -> str:
@@ -221,7 +223,6 @@ def _collapsed_cell(group: _Facts) -> str:
 ROUNDING = f"KLs of log-probabilities below {RESOLUTION['mismatch/kl']:.0e} are float32 rounding and count as 0."
 COLUMNS = {
     "training": {
-        "held-out accuracy": _final_cell("eval/accuracy", ".3f", spread=True),
         "clip fraction, token": _final_cell("clip_fraction/token", ".2%"),
         "clip fraction, sequence": _final_cell("clip_fraction/sequence", ".2%"),
         "flip rate": _final_cell("routing/flip_rate", ".2%"),
@@ -229,7 +230,6 @@ COLUMNS = {
         "s per iteration": _seconds_cell,
     },
     "routing": {
-        "held-out accuracy": _final_cell("eval/accuracy", ".3f", spread=True),
         "reward": _final_cell("reward/mean", ".3f"),
         "collapsed": _collapsed_cell,
         "flip rate, 0 / 1 / last": _minibatch_cell("routing/flip_rate", ".2%"),
@@ -240,19 +240,19 @@ COLUMNS = {
         "mismatch KL": _final_cell("mismatch/kl", ".1e"),
     },
 }
-"""Page -> table heading -> formatter of a group's cell."""
+"""Page -> table heading -> formatter of a group's cell, after the first, the held-out accuracy or reward."""
 HOW_TO_READ = {
     "training": (
-        "Accuracy: last evaluation, mean over the runs and in brackets their minimum and maximum. Clip fractions, flip "
-        "rate and entropy: mean over the last tenth of the iterations. Seconds: median over all iterations except each "
-        "run's first, which includes compilation."
+        "Held-out prompts: last evaluation, mean over the runs and in brackets their minimum and maximum. Clip "
+        "fractions, flip rate and entropy: mean over the last tenth of the iterations. Seconds: median over all "
+        "iterations except each run's first, which includes compilation."
     ),
     "routing": (
-        "Accuracy: last evaluation, mean over the runs and in brackets their minimum and maximum. Collapsed: runs "
-        f"whose mean reward of {COLLAPSE_WINDOW} iterations fell below half of its highest so far. All else: mean over "
-        "the last tenth of the iterations. Flip rate: in mini-batches 0, 1 and the last of an iteration, that is after "
-        "none, one, and all but one of its updates. Ratio spread: standard deviation of log π_new − log π_old over "
-        "tokens, and over responses of its per-token mean. Mismatch: KL of the trainer's log-probabilities to the "
+        "Held-out prompts: last evaluation, mean over the runs and in brackets their minimum and maximum. Collapsed: "
+        f"runs whose mean reward of {COLLAPSE_WINDOW} iterations fell below half of its highest so far. All else: mean "
+        "over the last tenth of the iterations. Flip rate: in mini-batches 0, 1 and the last of an iteration, that is "
+        "after none, one, and all but one of its updates. Ratio spread: standard deviation of log π_new − log π_old "
+        "over tokens, and over responses of its per-token mean. Mismatch: KL of the trainer's log-probabilities to the "
         f"sampler's, with the same weights. {ROUNDING}"
     ),
 }
@@ -265,9 +265,15 @@ def report_command(groups: Sequence[Group], *, flags: Sequence[str]) -> list[str
     return ["python -m gspo_jax.report", *folders, shlex.join(flags)]
 
 
-def _final_accuracy(group: _Facts) -> float:
-    accuracy = group["metrics"].get("eval/accuracy")
-    return -np.inf if accuracy is None else accuracy["final"]["mean"]
+def _quality(found: Sequence[_Facts]) -> str:
+    """Return `runs.quality` of the groups of these facts."""
+    named = {name for group in found for name in group["metrics"]}
+    return "eval/reward" if "eval/accuracy" not in named and "eval/reward" in named else "eval/accuracy"
+
+
+def _final(group: _Facts, name: str) -> float:
+    value = group["metrics"].get(name)
+    return -np.inf if value is None else value["final"]["mean"]
 
 
 def _format_count(numbers: set[int], noun: str) -> str:
@@ -311,14 +317,13 @@ def _samples(run: RunData) -> str:
 def _before_and_after(run: RunData) -> str:
     """Return the first and the last evaluation's scores, and completions of the same prompts side by side."""
     kept = read_samples(run.folder, HELD_OUT)
-    measured = [row for row in run.rows if "eval/accuracy" in row and kept.get(row["step"])]
+    measured = [row for row in run.rows if is_evaluated(row) and kept.get(row["step"])]
     if len(measured) < 2:
         return ""
     first, last = measured[0], measured[-1]
     scores = [
-        {"function": name.removeprefix("eval/reward/"), "initial": _mean(first.get(name)), "final": _mean(last[name])}
-        for name in last
-        if name.startswith("eval/reward/")
+        {"function": name, "initial": _mean(first.get(metric)), "final": _mean(last[metric])}
+        for name, metric in rewards_in(last).items()
     ]
     before, after = (f"update {row['step']}" for row in (first, last))
     rows, special = [], set()
@@ -339,11 +344,22 @@ def _mean(value: float | None) -> str | None:
     return None if value is None else f"{value:.3f}"
 
 
+def histories(runs: Sequence[RunData]) -> list[str]:
+    """Return a sentence for each run that began from another one, and for each field changed on resuming."""
+    found = []
+    for run in runs:
+        if run.origin is not None:
+            taken = ", ".join(run.origin["taken"])
+            found.append(f"{run.folder} began from {run.origin['folder']}@{run.origin['iteration']}: {taken}")
+        found += [f"{run.folder}: {change_line(change)}" for change in run.changes]
+    return found
+
+
 def notes(groups: Sequence[Group]) -> list[str]:
     """Return a sentence for each run whose reward may be gamed."""
     found = []
     for run in (run for group in groups for run in group.runs):
-        measured = [row for row in run.rows if "eval/accuracy" in row]
+        measured = [row for row in run.rows if is_evaluated(row)]
         if measured and (note := gamed(measured[0], measured[-1])):
             found.append(f"{run.folder}: {note}")
     return found

@@ -14,7 +14,7 @@ import numpy as np
 
 from gspo_jax import estimates
 from gspo_jax.errors import UserError
-from gspo_jax.studies.runs import Group, RunData, final, results
+from gspo_jax.studies.runs import Group, RunData, describe, final, quality, results
 
 MANY = 5
 """More comparisons than this need a warning that some intervals exclude 0 by chance."""
@@ -87,22 +87,23 @@ def how_to_read(groups: Sequence[Group], base: Group) -> str:
     if others > MANY:
         text += f" Of {others} intervals about {0.05 * others:.1g} would leave out 0 even if nothing made a difference."
     if starts_differ(groups, base):
-        text += " Not all runs of one seed began from the same policy: their accuracies before training differ."
+        text += " Not all runs of one seed began from the same policy: their evaluations before training differ."
     if len({run.rows[-1]["step"] for group in groups for run in group.runs}) > 1:
         text += " Runs have different numbers of updates, and each is compared at its own end."
     return text
 
 
 def starts_differ(groups: Sequence[Group], base: Group) -> bool:
-    """Return True if runs of one seed have different accuracies before their first update."""
-    before = {run.seed: _before(run) for run in base.runs}
+    """Return True if runs of one seed have different evaluations before their first update."""
+    name = quality(groups)
+    before = {run.seed: _before(run, name) for run in base.runs}
     runs = [run for group in groups for run in group.runs if run.seed in before]
-    pairs = [(_before(run), before[run.seed]) for run in runs]
+    pairs = [(_before(run, name), before[run.seed]) for run in runs]
     return any(own != other for own, other in pairs if own is not None and other is not None)
 
 
-def _before(run: RunData) -> float | None:
-    return next((row.get("eval/accuracy") for row in run.rows if row["step"] == 0), None)
+def _before(run: RunData, name: str) -> float | None:
+    return next((row.get(name) for row in run.rows if row["step"] == 0), None)
 
 
 def written(found: Estimate | None, how: str = ".3f") -> str:
@@ -119,13 +120,16 @@ def in_markdown(found: Estimate | None, how: str = ".3f") -> str:
     return f"**{text}**" if found is not None and found.is_clear else text
 
 
-def verdict(label: str, base: str, found: Estimate) -> str:
-    """Return the sentence on whether a group is more accurate than the baseline."""
-    what = f"Held-out accuracy of {label} less that of {base}: {written(found)}"
+def verdict(label: str, base: str, found: Estimate, *, of: str = "eval/accuracy") -> str:
+    """Return the sentence on whether a group is more accurate than the baseline, or has the higher reward."""
+    what = f"{describe(of).title} of {label} less that of {base}: {written(found)}"
     if found.seeds == 1:
         return f"{what}; it takes several to tell a difference from chance."
     if found.is_flat:
         return f"{what} over {found.seeds} seeds, the same for each: it takes more to know their spread."
     if found.is_clear:
-        return f"{what} over {found.seeds} seeds: {label} is {'more' if found.mean > 0 else 'less'} accurate."
+        is_more, is_less = (
+            ("is more accurate", "is less accurate") if of == "eval/accuracy" else ("earns more", "earns less")
+        )
+        return f"{what} over {found.seeds} seeds: {label} {is_more if found.mean > 0 else is_less}."
     return f"{what} over {found.seeds} seeds: the interval contains 0, so these runs do not tell which is better."

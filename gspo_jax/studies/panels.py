@@ -23,6 +23,7 @@ from gspo_jax.studies.runs import (
     Group,
     benchmarks,
     describe,
+    quality,
     reward_functions,
 )
 
@@ -218,6 +219,8 @@ def choose(groups: Sequence[Group], page: str) -> tuple[list[tuple[Panel, Lines]
 def _panels(groups: Sequence[Group], page: str) -> list["Panel"]:
     found = []
     for panel in PANELS[page]:
+        if panel is _ACCURACY and quality(groups) == "eval/reward":
+            panel = _HELD_OUT_REWARD
         found.append(panel)
         if panel is _REWARD:
             found += [replace(_REWARD, metric=name, title=describe(name).title) for name in reward_functions(groups)]
@@ -240,6 +243,7 @@ _ACCURACY = Panel(
     width=2,
     from_start=True,
 )
+_HELD_OUT_REWARD = Panel("eval/reward", "Held-out reward", "mean per response", evaluations, width=2, from_zero=False)
 _REWARD = Panel("reward/mean", "Reward", "mean per response", from_zero=False)
 _FLIPS = Panel("routing/flip_rate", "Routing flip rate", "share of chosen experts")
 _FLIPS_BY_UPDATE = replace(

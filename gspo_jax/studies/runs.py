@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from gspo_jax.errors import UserError
 from gspo_jax.folder.metrics import METRICS_FILE, read_metrics
-from gspo_jax.folder.notes import by_field, fields_of, read_config
+from gspo_jax.folder.notes import ORIGIN_FILE, by_field, fields_of, read_changes, read_config, read_note
 from gspo_jax.studies.looks import Look, looks
 
 IGNORED_FIELDS = ("seed", "workdir")
@@ -52,6 +52,7 @@ class Metric(NamedTuple):
 
 SUMMARY = {
     "eval/accuracy": Metric("Held-out accuracy", "share of problems", ".3f"),
+    "eval/reward": Metric("Held-out reward", "per response", ".3f"),
     "reward/mean": Metric("Reward", "per response", ".3f"),
     "response_length/mean": Metric("Response length", "tokens", ".1f"),
     "actor/entropy": Metric("Entropy", "nats per token", ".3f"),
@@ -90,6 +91,10 @@ class RunData:
     config: dict[str, Any] | None
     """Config by dotted field name, None without a config.json."""
     command: str
+    origin: dict[str, Any] | None = None
+    """What it took from another run's checkpoint, None if nothing, as in origin.json."""
+    changes: Sequence[Mapping[str, Any]] = ()
+    """Fields changed on resuming, as in changes.json."""
 
     @property
     def seed(self) -> int | None:
@@ -136,7 +141,8 @@ def load_run(folder: str | os.PathLike[str]) -> RunData:
     config = read_config(folder)
     command = "" if config is None else str(config.get("command", ""))
     fields = None if config is None else by_field(fields_of(config))
-    return RunData(folder=Path(folder), rows=rows, config=fields, command=command)
+    past = {"origin": read_note(folder, ORIGIN_FILE), "changes": read_changes(folder)}
+    return RunData(folder=Path(folder), rows=rows, config=fields, command=command, **past)
 
 
 def group_runs(runs: Sequence[RunData]) -> list[Group]:
@@ -256,7 +262,13 @@ def summary(groups: Sequence[Group]) -> list[str]:
 
 def results(groups: Sequence[Group]) -> list[str]:
     """Return the metrics of quality: accuracies and rewards."""
-    return ["eval/accuracy", *benchmarks(groups), "reward/mean", *reward_functions(groups)]
+    return [quality(groups), *benchmarks(groups), "reward/mean", *reward_functions(groups)]
+
+
+def quality(groups: Sequence[Group]) -> str:
+    """Return the metric that ranks groups: the held-out accuracy, or the mean reward if no run has an accuracy."""
+    named = _names(groups)
+    return "eval/reward" if "eval/accuracy" not in named and "eval/reward" in named else "eval/accuracy"
 
 
 def describe(name: str) -> Metric:
@@ -334,6 +346,8 @@ def _run_facts(run: RunData) -> dict[str, Any]:
         "seconds": round(sum(row.get("timing/iteration_s") or 0 for row in run.rows), 1),
         "tokens_per_s": float(np.median(speeds)) if speeds else None,
         "command": run.command,
+        "origin": run.origin,
+        "changes": list(run.changes),
     }
 
 

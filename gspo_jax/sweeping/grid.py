@@ -140,7 +140,7 @@ def make_plan(words: Sequence[str], found: Sequence[Comparison], folder: Path) -
                 raise UserError(f"two runs would have the folder {run.folder}, named after what varies; change a value")
             saved = read_config(run.folder)
             if saved is not None and read_saved(run.folder) is not None:
-                check_same_run(run.config, fields_of(saved), run.folder, flag="--runs")
+                check_same_run(run.config, fields_of(saved), run.folder, flag="--runs", adjusts=False)
     return pages
 
 

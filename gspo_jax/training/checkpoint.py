@@ -35,7 +35,8 @@ Check = Callable[[Mapping[str, Any]], None]
 FieldOf = Callable[[str], str]
 """Leaf -> config fields that set its shape; "" for none."""
 
-_ACCURACY = "accuracy"
+_QUALITIES = ("accuracy", "reward")
+"""Names of the number that `keep_best` compares."""
 _PART_BYTES = 2**30
 _READ_ONLY: dict[str, Any] = {"check": lambda run: None, "whole": False, "notes": None}
 """Rules of a read that checks no run, leaves out what is not asked for, and writes nothing."""
@@ -72,17 +73,15 @@ class Checkpointer:
     def __init__(self, folder: AnyPath, *, keep: int | None = None, keep_best: bool = False):
         """Open the folder, creating it if needed.
 
-        Retains the `keep` newest steps (None: all) and, with `keep_best`, the most accurate one.
+        Retains the `keep` newest steps (None: all) and, with `keep_best`, the one of the highest `quality`.
         """
         policies: Any = ocp.training.preservation_policies
         kept = [policies.PreserveAll() if keep is None else policies.LatestN(keep)]
         if keep_best:
-            best = policies.BestN(
-                get_metric_fn=lambda metrics: metrics[_ACCURACY], n=1, keep_checkpoints_without_metrics=False
-            )
+            best = policies.BestN(get_metric_fn=_quality, n=1, keep_checkpoints_without_metrics=False)
             kept.append(best)
         self._folder = storage.find(folder)
-        _drop_unreadable_accuracies(self._folder)
+        _drop_unreadable_qualities(self._folder)
         # A killed save leaves a temporary folder.
         self._checkpointer = ocp.training.Checkpointer(
             str(self._folder),
@@ -107,12 +106,12 @@ class Checkpointer:
         run: dict[str, Any],
         arrays: Mapping[str, np.ndarray] | None = None,
         *,
-        accuracy: float | None = None,
+        quality: Mapping[str, float] | None = None,
     ) -> None:
         """Start a save in the background, after waiting for the previous one and raising its error.
 
-        `run` is JSON. Shapes of `arrays`, on the host, need not follow from the config. `keep_best` compares
-        `accuracy`.
+        `run` is JSON. Shapes of `arrays`, on the host, need not follow from the config. `keep_best` compares `quality`,
+        one number by name, "accuracy" or "reward".
 
         Raises:
           Diverged: a leaf of `state` is not finite; nothing is saved.
@@ -133,7 +132,7 @@ class Checkpointer:
         saved = {"state": leaves, "run": beside}
         if some := {name: x for name, x in arrays.items() if x.size}:  # Orbax refuses empty arrays
             saved["arrays"] = some
-        metrics: Any = None if accuracy is None else {_ACCURACY: accuracy}
+        metrics: Any = dict(quality) if quality else None
         with self._options:
             pending = self._checkpointer.save_checkpointables_async(step, saved, overwrite=True, metrics=metrics)
         self._pending = step, pending
@@ -217,6 +216,42 @@ def load_newest(
     return found
 
 
+def load_step(
+    folder: AnyPath, step: int, shapes: Tree, shardings: Tree, *, field_of: FieldOf = lambda leaf: ""
+) -> Restored:
+    """Load the leaves in `shapes` from the checkpoint of a step, even while a run writes others.
+
+    Read-only. Every process must call it.
+
+    Raises:
+      UserError: there is none, it is damaged, or its state does not have these `shapes`.
+    """
+    if step not in (there := steps(folder)):
+        which = f"there are {', '.join(map(str, sorted(there)))}" if there else "there is none yet"
+        raise UserError(f"{folder} has no checkpoint of iteration {step}; {which}")
+    found = _try(folder, step, shapes, shardings, field_of=field_of, **_READ_ONLY)
+    if isinstance(found, str):
+        raise UserError(f"checkpoint {step} in {folder}: {found}; {_other(folder, step)}")
+    return found
+
+
+def read_description(folder: AnyPath, step: int) -> dict[str, Any]:
+    """Return the JSON of the checkpoint of a step, see `describe`. Every process must call it.
+
+    Raises:
+      UserError: it is damaged.
+    """
+    content, why = _attempt(lambda: describe(str(storage.find(folder) / str(step))), None)
+    if why:
+        raise UserError(f"checkpoint {step} in {folder}: {why}; {_other(folder, step)}")
+    return content
+
+
+def _other(folder: AnyPath, step: int) -> str:
+    others = [str(each) for each in steps(folder) if each != step]
+    return f"use another one, of {', '.join(others)}" if others else "put back a copy of it"
+
+
 def steps(folder: AnyPath) -> list[int]:
     """Return the steps of committed checkpoints, newest first."""
     found = [path for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
@@ -241,19 +276,25 @@ def _set_aside(folder: AnyPath, reasons: Mapping[int, str]) -> None:
     multihost_utils.sync_global_devices("damaged checkpoints")
 
 
-def _drop_unreadable_accuracies(folder: AnyPath) -> None:
-    """Remove damaged accuracy files, or Orbax could not open the folder. The checkpoints stay good."""
+def _quality(metrics: Mapping[str, Any]) -> float:
+    """Return a checkpoint's quality. Raises KeyError if there is none."""
+    (name,) = [name for name in _QUALITIES if name in metrics] or _QUALITIES[:1]
+    return float(metrics[name])
+
+
+def _drop_unreadable_qualities(folder: AnyPath) -> None:
+    """Remove damaged files of accuracies or rewards, or Orbax could not open the folder. The checkpoints stay good."""
     if jax.process_index() == 0:
         for step in steps(folder):
             file = folder / str(step) / "metrics" / "metrics"
             try:
-                float(json.loads(file.read_text())[_ACCURACY])
+                _quality(json.loads(file.read_text()))
             except FileNotFoundError:
                 pass
             except (ValueError, KeyError, TypeError, RecursionError):
-                logging.warning("%s: the accuracy of checkpoint %d is damaged, and is removed", folder, step)
+                logging.warning("%s: the held-out quality of checkpoint %d is damaged, and is removed", folder, step)
                 file.unlink()
-    multihost_utils.sync_global_devices("accuracies")
+    multihost_utils.sync_global_devices("qualities")
 
 
 def _list(reasons: Mapping[int, str]) -> str:
@@ -396,5 +437,6 @@ def _check_finite(content: Mapping[str, Digest], step: int) -> None:
     if bad := [name for name, found in content.items() if found.nonfinite]:
         raise Diverged(
             f"checkpoint {step} is not saved, because {_some(bad)} holds NaN or infinite elements; the one before "
-            "it stays the newest: go on from there with a lower learning rate"
+            "it stays the newest: go on from there with a lower learning rate, the same command with a lower "
+            "--config.optimizer.learning_rate"
         )

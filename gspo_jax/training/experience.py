@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from gspo_jax.objectives import Objective
-from gspo_jax.objectives.advantages import gae, group_steps, whitened
+from gspo_jax.objectives.advantages import gae, group_steps, group_turns, whitened
 from gspo_jax.objectives.mismatch import Correction
 from gspo_jax.objectives.regularizers import kl
-from gspo_jax.training.layout import deal
+from gspo_jax.training.layout import collect, deal
 from gspo_jax.types import Batch, OldPolicy, Rewards
 
 ExperienceFn = Callable[[Objective, Batch, Rewards], Batch]
@@ -21,10 +21,13 @@ ExperienceFn = Callable[[Objective, Batch, Rewards], Batch]
 from."""
 
 
-def make_experience(*, group_size: int, correction: Correction | None, kl_in_reward: float) -> ExperienceFn:
+def make_experience(
+    *, group_size: int, correction: Correction | None, kl_in_reward: float, teacher: float = 0.0
+) -> ExperienceFn:
     """Build `experience(objective, batch, rewards)`, jitted.
 
     `kl_in_reward` is β of the k1 estimate of KL(old‖reference) subtracted from every token's reward; it needs a critic.
+    `teacher` is the weight of KL(old‖teacher) in every token's advantage, as in `add_teacher`.
     """
 
     @partial(jax.jit, static_argnums=0)
@@ -35,14 +38,18 @@ def make_experience(*, group_size: int, correction: Correction | None, kl_in_rew
         if correction is not None:
             found["correction"] = jax.vmap(correction)(old.logprobs, batch.rollout.logprobs, mask)
         if objective.critic is None:
-            advantages = group_advantages(objective, rewards, group_size=group_size)
-            return found | {"advantages": deal(advantages, batch.packing)}
+            sampled = None
+            if objective.turn_discount is not None:
+                sampled = collect(batch.rollout.action_mask, batch.packing, len(rewards.total))
+            advantages = deal(group_advantages(objective, rewards, sampled, group_size=group_size), batch.packing)
+            return found | {"advantages": add_teacher(advantages, old, mask, weight=teacher) if teacher else advantages}
         assert old.values is not None
         of_tokens = jax.vmap(partial(token_rewards, kl_in_reward=kl_in_reward))(own, old, mask)
         estimate = partial(gae, gamma=objective.critic.gamma, lam=objective.critic.lam)
         plain = jax.vmap(estimate)(of_tokens, old.values, mask)
         found["returns"] = jnp.where(mask, plain + old.values, 0)
-        return found | {"advantages": whitened(plain, mask) if objective.critic.whiten else plain}
+        advantages = whitened(plain, mask) if objective.critic.whiten else plain
+        return found | {"advantages": add_teacher(advantages, old, mask, weight=teacher) if teacher else advantages}
 
     def experience(objective: Objective, batch: Batch, rewards: Rewards) -> Batch:
         return dataclasses.replace(batch, **fields(objective, batch, rewards))
@@ -51,15 +58,43 @@ def make_experience(*, group_size: int, correction: Correction | None, kl_in_rew
 
 
 def group_advantages(
-    objective: Objective, rewards: Rewards, *, group_size: int
+    objective: Objective, rewards: Rewards, sampled: Bool[Array, "B T"] | None = None, *, group_size: int
 ) -> Float[Array, " B"] | Float[Array, "B T"]:
-    """Return a critic-free objective's advantages, per token if there are step rewards."""
+    """Return a critic-free objective's advantages.
+
+    Per token with a `turn_discount`, which needs the action mask `sampled`, or with step rewards. The latter are then
+    rewards of turns, otherwise they are compared by themselves and added.
+    """
     assert objective.advantage is not None
-    advantages = objective.advantage(rewards.total, group_size=group_size)
+    if objective.turn_discount is not None:
+        assert sampled is not None
+        of_tokens: Any = jnp.zeros(sampled.shape) if rewards.of_steps is None else rewards.of_steps
+        total: Any = rewards.total
+        settings: dict[str, Any] = {"discount": objective.turn_discount, "advantage": objective.advantage}
+        return group_turns(of_tokens, total, sampled, group_size=group_size, **settings)
+    given: Any = rewards.by_name if objective.by_reward else rewards.total
+    advantages = objective.advantage(given, group_size=group_size)
     if rewards.of_steps is None:
         return advantages
     each: tuple[Any, ...] = rewards.of_steps, rewards.steps
     return advantages[:, None] + group_steps(*each, group_size=group_size)
+
+
+def add_teacher(
+    advantages: Float[Array, "M Q"] | Float[Array, "M Q T"],
+    old: OldPolicy,
+    mask: Bool[Array, "M Q T"],
+    *,
+    weight: float,
+) -> Float[Array, "M Q T"]:
+    """Return Â_t − weight·(log π_old(y_t) − log π_T(y_t)): on-policy distillation by policy gradient.
+
+    In expectation over y_t the added part's gradient is −weight·∇KL(π_θ ‖ π_T) at each sampled prefix, the reverse KL
+    of MiniLLM (arXiv 2306.08543) and GKD (arXiv 2306.13649); what a token changes in later prefixes is left out.
+    """
+    assert old.teacher_logprobs is not None
+    apart = jax.vmap(partial(kl, estimator="k1"))(old.logprobs, old.teacher_logprobs, mask)
+    return (advantages if advantages.ndim == mask.ndim else advantages[..., None]) - weight * apart
 
 
 def token_rewards(

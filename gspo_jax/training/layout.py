@@ -231,6 +231,15 @@ def deal(tree: Any, packing: Packing) -> Any:
     return take_rows(tree, jnp.asarray(packing.responses))
 
 
+def collect(values: Shaped[Array, "M Q *rest"], packing: Packing, count: int) -> Shaped[Array, "B *rest"]:
+    """Return the values of places, [M, Q, …], in the order of the batch's `count` responses; inverts `deal`."""
+    places = jnp.asarray(packing.responses).reshape(-1)
+    flat = values.reshape(-1, *values.shape[2:])
+    return (
+        jnp.zeros((count, *flat.shape[1:]), flat.dtype).at[jnp.where(places < 0, count, places)].set(flat, mode="drop")
+    )
+
+
 def fold_rows(
     add: Callable[[State, Layout], State], state: State, responses: Responses, packing: Packing, *, group_size: int
 ) -> State:

@@ -127,6 +127,8 @@ def from_sums(sums: Metrics, maxima: Metrics) -> Metrics:
         found["mismatch/dropped"] = sums["dropped"] / tokens
     if "reference_kl" in sums:
         found["reference/kl"] = sums["reference_kl"] / tokens
+    if "teacher_kl" in sums:
+        found["teacher/kl"] = sums["teacher_kl"] / tokens
     return found | (_critic_metrics(sums["critic"], tokens) if "critic" in sums else {})
 
 

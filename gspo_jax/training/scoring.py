@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -46,12 +46,25 @@ class ModelScores:
     """Routes of the layout's rows, prompts included: [L, R, M, …]."""
     hidden: Float[Array, "r t D"]
     """Final hidden state that predicts each scored position's token."""
+    head: Float[Array, "D V"]
 
 
 Fields = dict[str, Any]
-OldPolicyFn = Callable[[Weights, nnx.State | None, nnx.State | None, Batch], OldPolicy]
-"""(policy, critic's parameters, reference's parameters, packed batch) -> log-probs, values and routes for the updates.
-The reference shares the policy's frozen weights."""
+
+
+class OldPolicyFn(Protocol):
+    """Scores a packed batch for the updates: log-probs, values and routes."""
+
+    def __call__(
+        self,
+        weights: Weights,
+        critic_params: nnx.State | None,
+        reference: nnx.State | None,
+        batch: Batch,
+        teacher: nnx.State | None = None,
+    ) -> OldPolicy:
+        """`reference` shares the policy's frozen weights, `teacher` shares nothing."""
+        ...
 
 
 def score(
@@ -68,7 +81,7 @@ def score(
     logprobs, entropy = token_logprobs(
         hidden, out.head, layout.targets, temperature=scoring.temperature, chunk=scoring.logprob_chunk
     )
-    return ModelScores(layout.scored(logprobs), layout.scored(entropy), out.routes, hidden)
+    return ModelScores(layout.scored(logprobs), layout.scored(entropy), out.routes, hidden, out.head)
 
 
 def values(
@@ -93,18 +106,21 @@ def make_old_policy(
     recompute: bool,
     replay: Replay = "none",
     reference_graph: nnx.GraphDef[Transformer] | None = None,
+    teacher_graph: nnx.GraphDef[Transformer] | None = None,
     critic: nnx.GraphDef[Critic] | None = None,
 ) -> OldPolicyFn:
-    """Build a jitted `old_policy(weights, critic_params, reference, batch)`, called before an iteration's updates.
+    """Build a jitted `old_policy(weights, critic_params, reference, batch, teacher)`, called before the updates.
 
     log π_old is the sampler's or, with `recompute`, the trainer's, with routes recorded (the sampler's under `replay`
-    "r3"). The reference may have another graph, without adapters, and always uses its own routes.
+    "r3"). The reference may have another graph, without adapters; it and the teacher always use their own routes. A
+    token beyond the teacher's vocabulary has log π_old as its log π_T, so that there is nothing to learn from it.
     """
 
     def read(
         weights: Weights,
         critic_params: nnx.State | None,
         reference: nnx.State | None,
+        teacher: nnx.State | None,
         rollouts: Sequence[Rollout],
         layout: SideBySide,
     ) -> Fields:
@@ -116,6 +132,12 @@ def make_old_policy(
         if reference is not None:
             initial = Weights(reference, weights.frozen)
             found["reference_logprobs"] = score(reference_graph or graph, initial, layout, scoring).logprobs
+        if teacher is not None:
+            assert teacher_graph is not None
+            taught = score(teacher_graph, Weights.full(teacher), layout, scoring)
+            tokens = jnp.stack([rollout.tokens for rollout in rollouts])
+            old = scores.logprobs if recompute else jnp.stack([rollout.logprobs for rollout in rollouts])
+            found["teacher_logprobs"] = jnp.where(tokens < taught.head.shape[1], taught.logprobs, old)
         if critic is not None:
             assert critic_params is not None
             found["values"] = values(critic, critic_params, layout, scoring, policy_hidden=scores.hidden)
@@ -152,11 +174,15 @@ def make_old_policy(
 
     @partial(jax.jit, compiler_options=compiler_options())
     def old_policy(
-        weights: Weights, critic_params: nnx.State | None, reference: nnx.State | None, batch: Batch
+        weights: Weights,
+        critic_params: nnx.State | None,
+        reference: nnx.State | None,
+        batch: Batch,
+        teacher: nnx.State | None = None,
     ) -> OldPolicy:
-        if not (recompute or reference is not None or critic is not None):
+        if not recompute and reference is teacher is critic is None:
             return OldPolicy(batch.rollout.logprobs)
-        with_models = partial(read, weights, critic_params, reference)
+        with_models = partial(read, weights, critic_params, reference, teacher)
         fields: Fields = {"logprobs": batch.rollout.logprobs} | in_rows(with_models, batch)
         return OldPolicy(**fields)
 

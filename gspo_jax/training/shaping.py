@@ -10,8 +10,12 @@ from jaxtyping import Bool, Float, Int
 from gspo_jax.errors import ScoringFailed, UserError
 from gspo_jax.objectives import Objective
 from gspo_jax.objectives.advantages import group_centered
+from gspo_jax.parallel import hosts
 from gspo_jax.training.experience import group_advantages
 from gspo_jax.types import Batch, Rewards
+
+OVERLONG = "overlong"
+"""Name of the weighted length punishment among the rewards."""
 
 
 def overlong(lengths: Int[np.ndarray, " B"], *, limit: int, cache: int) -> Float[np.ndarray, " B"]:
@@ -25,25 +29,6 @@ def overlong(lengths: Int[np.ndarray, " B"], *, limit: int, cache: int) -> Float
     if not 1 <= cache <= limit:
         raise UserError(f"overlong.cache is {cache}; use 1 to {limit}, the maximum response length")
     return np.clip((limit - cache - lengths) / cache, -1, 0).astype(np.float32)
-
-
-def fill_failures(rewards: Float[np.ndarray, " B"], *, group_size: int) -> Float[np.ndarray, " B"]:
-    """Replace the NaN rewards of unscored responses by the mean of their group's scored ones.
-
-    Their advantage is zero, and the group's standard deviation shrinks a little. Equal rewards stay exactly equal. A
-    group without rewards gets zeros.
-
-    Raises:
-      ScoringFailed: no response of the batch could be scored.
-    """
-    groups = rewards.reshape(-1, group_size)
-    valid = np.isfinite(groups)
-    if not valid.any():
-        raise ScoringFailed("none of the batch's responses could be scored; check the reward functions")
-    first = np.take_along_axis(np.where(valid, groups, 0), valid.argmax(axis=1)[:, None], axis=1).astype(np.float64)
-    apart = np.where(valid, groups - first, 0).sum(axis=1, keepdims=True)
-    means = first + apart / np.maximum(valid.sum(axis=1, keepdims=True), 1)
-    return np.where(valid, groups, means).reshape(-1).astype(np.float32)
 
 
 def differ(values: Float[np.ndarray, " B"], *, group_size: int) -> Bool[np.ndarray, " P"]:
@@ -79,10 +64,19 @@ class Shaping:
         return learn & ~batch.truncated if self.drop_truncated else learn
 
     def rewards(self, batch: Batch) -> Rewards:
-        """Return finite rewards, with the responses that carry gradient."""
-        earned = batch.rewards
-        total = fill_failures(earned.total + self.overlong(batch), group_size=self.group_size)
-        return Rewards(total=total, learn=self.trainable(batch), of_steps=earned.of_steps, steps=earned.steps)
+        """Return shaped rewards, NaN without a score, and the responses that carry gradient.
+
+        Raises:
+          ScoringFailed: no response of the batch could be scored.
+        """
+        earned, shaped = batch.rewards, self.overlong(batch)
+        total = earned.total + shaped
+        if not np.isfinite(total).any():
+            raise ScoringFailed("none of the batch's responses could be scored; check the reward functions")
+        by_name = earned.by_name | ({OVERLONG: shaped} if self.penalty else {})
+        return dataclasses.replace(
+            earned, total=total, by_name=by_name, learn=self.trainable(batch), without_worker=None
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +109,8 @@ class Filter:
         if objective.critic is not None:
             objective = dataclasses.replace(objective, advantage=group_centered)
         rewards = self.shaping.rewards(batch)
-        advantages = np.asarray(_advantages(objective, rewards, group_size=self.shaping.group_size))
+        sampled = None if objective.turn_discount is None else hosts.allgather(batch.rollout.action_mask)
+        advantages = np.asarray(_advantages(objective, rewards, sampled, group_size=self.shaping.group_size))
         if advantages.ndim == 1:
             return trainable & (advantages != 0)
         tokens = np.arange(advantages.shape[1]) < batch.lengths[:, None]

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx, struct
 from jax.sharding import Mesh
@@ -113,6 +114,22 @@ def new_state(
     return TrainState(
         new_learner(weights.trainable, optimizer), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), critics
     )
+
+
+def with_new_schedule(opt_state: optax.OptState) -> optax.OptState:
+    """Return an optimizer state whose learning-rate schedule begins again. Moments and their bias correction stay."""
+
+    def is_schedule(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    def restart(node: Any) -> Any:
+        if not is_schedule(node):
+            return node
+        count: Any = node.count
+        zero = jax.make_array_from_callback((), count.sharding, lambda _: np.zeros((), count.dtype))
+        return optax.ScaleByScheduleState(zero)
+
+    return jax.tree.map(restart, opt_state, is_leaf=is_schedule)
 
 
 def learner_shardings(shapes: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> Learner:

@@ -1,4 +1,4 @@
-"""Loss terms added to the objective: KL to a reference, entropy bonus, router losses, the critic's loss.
+"""Loss terms added to the objective: KL to a reference or teacher, entropy bonus, router losses, the critic's loss.
 
 A term maps a micro-batch, as `Seen`, to its share of a mean over the mini-batch's tokens and to sums for the metrics.
 Coefficients thus mean the same for all objectives and lengths.
@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from gspo_jax.kernels.logprobs import divergences
+from gspo_jax.models.transformer import Transformer
 from gspo_jax.objectives import Objective
 from gspo_jax.objectives.regularizers import kl, value_loss
 from gspo_jax.training import metrics
@@ -20,9 +22,12 @@ from gspo_jax.training.layout import Layout
 from gspo_jax.training.metrics import Metrics
 from gspo_jax.training.scoring import ModelScores, Scoring, values
 from gspo_jax.training.state import CriticRule
-from gspo_jax.types import Batch
+from gspo_jax.types import Batch, Weights
 
 KlEstimator = Literal["k1", "k2", "k3"]
+TeacherForm = Literal["advantage", "k2", "k3", "full"]
+"""How KL(π_θ ‖ teacher) is learned from: as an advantage of sampled tokens, or by a loss term, whose estimator has the
+expected gradient ∇KL(π_θ ‖ π_T) for k2 and "full", ∇KL(π_T ‖ π_θ) for k3. (k1's, ∇log π_θ, knows no teacher.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +38,9 @@ class Penalties:
     """β of the KL to the reference policy."""
     kl_estimator: KlEstimator = "k3"
     """See `objectives.regularizers.kl`."""
+    teacher: float = 0.0
+    """Weight of the KL to the teacher."""
+    teacher_form: TeacherForm = "advantage"
     entropy: float = 0.0
     """Coefficient of the entropy bonus; positive rewards entropy."""
     balance: float = 0.0
@@ -51,6 +59,8 @@ class Seen(NamedTuple):
     share: Float[Array, ""]
     """1 / tokens in the mini-batch's mask."""
     critic_params: nnx.State | None
+    teacher: nnx.State | None = None
+    """The teacher's weights, if it is compared over the whole vocabulary."""
 
     def mean(self, each: Float[Array, "B T"]) -> Float[Array, ""]:
         """Return the micro-batch's part of the mini-batch mean; `each` is 0 outside the mask."""
@@ -62,9 +72,20 @@ Term = Callable[[Seen], tuple[Array | float, Metrics]]
 
 
 def chosen(
-    penalties: Penalties, objective: Objective, scoring: Scoring, critic: CriticRule | None, *, reference: bool
+    penalties: Penalties,
+    objective: Objective,
+    scoring: Scoring,
+    critic: CriticRule | None,
+    *,
+    reference: bool,
+    teacher_graph: nnx.GraphDef[Transformer] | None = None,
 ) -> list[Term]:
     terms: list[Term] = []
+    if penalties.teacher and penalties.teacher_form == "full":
+        assert teacher_graph is not None
+        terms.append(partial(whole_teacher_kl, weight=penalties.teacher, graph=teacher_graph, scoring=scoring))
+    elif penalties.teacher:
+        terms.append(partial(sampled_teacher_kl, weight=penalties.teacher, form=penalties.teacher_form))
     if reference:
         terms.append(partial(reference_kl, weight=penalties.kl, estimator=penalties.kl_estimator))
     if penalties.entropy:
@@ -84,6 +105,33 @@ def reference_kl(seen: Seen, *, weight: float, estimator: KlEstimator) -> tuple[
     assert reference is not None
     divergence = kl(seen.scores.logprobs, reference, seen.batch.mask, estimator=estimator)
     return weight * seen.mean(divergence) if weight else 0.0, {"reference_kl": divergence.sum()}
+
+
+def sampled_teacher_kl(seen: Seen, *, weight: float, form: TeacherForm) -> tuple[Array | float, Metrics]:
+    """weight · KL(policy ‖ teacher) of the sampled tokens, by k2 or k3; logged by k1, also for `form` "advantage"."""
+    teacher, own = seen.batch.old.teacher_logprobs, seen.scores.logprobs
+    assert teacher is not None
+    sums = {"teacher_kl": kl(own, teacher, seen.batch.mask, estimator="k1").sum()}
+    if form not in ("k2", "k3"):
+        return 0.0, sums
+    return weight * seen.mean(kl(own, teacher, seen.batch.mask, estimator=form)), sums
+
+
+def whole_teacher_kl(
+    seen: Seen, *, weight: float, graph: nnx.GraphDef[Transformer], scoring: Scoring
+) -> tuple[Array, Metrics]:
+    """weight · KL(policy ‖ teacher) over the whole vocabulary at each sampled prefix, exact.
+
+    The teacher reads the micro-batch here, where the policy's logits are: its log-probs over the vocabulary are never
+    stored, and neither are its hidden states. An iteration still reads every response once.
+    """
+    assert seen.teacher is not None
+    layout, scores = seen.layout, seen.scores
+    out = layout.forward(Weights.full(seen.teacher).model(graph), None, "none")
+    options = {"temperature": scoring.temperature, "chunk": scoring.logprob_chunk}
+    each = layout.scored(divergences(scores.hidden, scores.head, layout.predicting(out.hidden), out.head, **options))
+    each = jnp.where(seen.batch.mask, each, 0)
+    return weight * seen.mean(each), {"teacher_kl": each.sum()}
 
 
 def entropy_bonus(seen: Seen, *, weight: float) -> tuple[Array, Metrics]:

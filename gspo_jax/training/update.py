@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,16 +31,35 @@ from gspo_jax.types import Batch, RouterRecord, Weights
 Trained = tuple[nnx.State, nnx.State | None]
 """(policy's trainable parameters, critic's parameters or None)."""
 Gradients = Trained
-GradientFn = Callable[[Objective, TrainState, nnx.State, Batch, Array | int], tuple[Gradients, Metrics]]
-"""(objective, state, frozen weights, batch, mini-batch) -> (gradients, the loss's metrics)."""
-UpdateFn = Callable[[Objective, TrainState, nnx.State, Batch, Array | int], tuple[TrainState, Metrics]]
-"""(same arguments) -> (new state, the update's metrics)."""
+Found = TypeVar("Found", covariant=True)
+
+
+class OfMinibatch(Protocol[Found]):
+    """A function of a mini-batch."""
+
+    def __call__(
+        self,
+        objective: Objective,
+        state: TrainState,
+        frozen: nnx.State,
+        batch: Batch,
+        index: Array | int,
+        teacher: nnx.State | None = None,
+    ) -> Found:
+        """`teacher`: its weights, if it is compared over the whole vocabulary."""
+        ...
+
+
+GradientFn = OfMinibatch[tuple[Gradients, Metrics]]
+"""Returns (gradients, the loss's metrics)."""
+UpdateFn = OfMinibatch[tuple[TrainState, Metrics]]
+"""Returns (new state, the update's metrics)."""
 Loss = tuple[Array, tuple[Metrics, Metrics]]
 """(a micro-batch's loss, (sums, maxima) for the metrics)."""
 LossFn = Callable[[Trained, Batch, Array, Layout], Loss]
 """(parameters, micro-batch, its token weights, its rows) -> the loss."""
-BlameFn = Callable[[Objective, TrainState, nnx.State, Batch, Array | int], tuple[Array, dict[str, Any]]]
-"""(same arguments) -> (the loss, non-finite elements by leaf)."""
+BlameFn = OfMinibatch[tuple[Array, dict[str, Any]]]
+"""Returns (the loss, non-finite elements by leaf)."""
 
 
 def make_gradient(
@@ -50,6 +69,7 @@ def make_gradient(
     critic: CriticRule | None = None,
     penalties: Penalties = Penalties(),
     replay: Replay = "none",
+    teacher_graph: nnx.GraphDef[Transformer] | None = None,
 ) -> GradientFn:
     """Build the gradient of policy and critic on a mini-batch.
 
@@ -57,7 +77,12 @@ def make_gradient(
     """
 
     def gradient(
-        objective: Objective, state: TrainState, frozen: nnx.State, batch: Batch, index: Array | int
+        objective: Objective,
+        state: TrainState,
+        frozen: nnx.State,
+        batch: Batch,
+        index: Array | int,
+        teacher: nnx.State | None = None,
     ) -> tuple[Gradients, Metrics]:
         batch, load = batch.minibatch(index), None
         if penalties.balance:
@@ -65,7 +90,8 @@ def make_gradient(
             experts = layers_first(batch.routes).experts[:, :, S:]
             load = load_lib.shares(load_lib.expert_counts(experts, batch.mask, num_experts=E))
         reference = batch.old.reference_logprobs is not None
-        terms = terms_lib.chosen(penalties, objective, scoring, critic, reference=reference)
+        others = {"reference": reference, "teacher_graph": teacher_graph}
+        terms = terms_lib.chosen(penalties, objective, scoring, critic, **others)
         share = 1.0 / jnp.maximum(batch.mask.sum(), 1)
 
         def loss(trained: Trained, batch: Batch, weights: Float[Array, "B T"], layout: Layout) -> Loss:
@@ -92,7 +118,7 @@ def make_gradient(
             sums, maxima = metrics_lib.of_policy(
                 scores, batch, info, config=policy.model(graph).config, layout=layout, routes=routes, replayed=replayed
             )
-            value, sums = terms_lib.add(terms, Seen(batch, layout, scores, share, critic_params), value, sums)
+            value, sums = terms_lib.add(terms, Seen(batch, layout, scores, share, critic_params, teacher), value, sums)
             return value, ({"loss": value, **sums}, maxima)
 
         trained = (state.params, None if state.critic is None else state.critic.params)
@@ -118,9 +144,14 @@ def make_update(
 
     @partial(jax.jit, static_argnums=0, donate_argnums=1, out_shardings=places, compiler_options=compiler_options())
     def update(
-        objective: Objective, state: TrainState, frozen: nnx.State, batch: Batch, index: Array | int
+        objective: Objective,
+        state: TrainState,
+        frozen: nnx.State,
+        batch: Batch,
+        index: Array | int,
+        teacher: nnx.State | None = None,
     ) -> tuple[TrainState, Metrics]:
-        grads, metrics = gradient(objective, state, frozen, batch, index)
+        grads, metrics = gradient(objective, state, frozen, batch, index, teacher)
         new, seen = _apply(state, grads, metrics["actor/loss"], optimizer, critic)
         return new, metrics | seen | {"actor/lr": schedule(state.updates - state.skipped)}
 
@@ -135,9 +166,14 @@ def make_blame(gradient: GradientFn, everywhere: Any = None) -> BlameFn:
 
     @partial(jax.jit, static_argnums=0, out_shardings=everywhere, compiler_options=compiler_options())
     def blame(
-        objective: Objective, state: TrainState, frozen: nnx.State, batch: Batch, index: Array | int
+        objective: Objective,
+        state: TrainState,
+        frozen: nnx.State,
+        batch: Batch,
+        index: Array | int,
+        teacher: nnx.State | None = None,
     ) -> tuple[Array, dict[str, Any]]:
-        grads, metrics = gradient(objective, state, frozen, batch, index)
+        grads, metrics = gradient(objective, state, frozen, batch, index, teacher)
         policy, critics = jax.tree.map(lambda g: (~jnp.isfinite(g)).sum(), grads)
         return metrics["actor/loss"], {"policy": policy, "critic": critics}
 

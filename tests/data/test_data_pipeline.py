@@ -88,7 +88,7 @@ def test_the_state_before_the_first_batch_is_the_start(source, tokenizer):
         ({"seed": 4}, "with seed 3, but this run has 4"),
         ({"prompts_per_batch": 4}, "with batch size 8, but this run has 4"),
         ({"max_prompt_length": 4}, "with usable prompts 30, but this run has 10"),
-        ({"source": [make_record(i) | {"answer": "7"} for i in range(30)]}, "they differ in answer; put them back"),
+        ({"source": [make_record(i) | {"answer": "7"} for i in range(30)]}, "they differ in answer; put back"),
         ({"source": [make_record(i) | {"worked": "7"} for i in range(30)]}, "they differ in worked;"),
         ({"source": [make_record(i) | {"hint": i == 9} for i in range(30)]}, "they differ in hint;"),
         ({"source": [make_record(i) | {"id": f"r{29 - i}"} for i in range(30)]}, "they differ in id;"),

@@ -219,6 +219,13 @@ def test_a_run_in_a_bucket_resumes_on_a_new_machine(storage, tmp_path):
     rows = [json.loads(line) for line in python(storage, "-c", look).splitlines() if line.startswith("{")]
     steps = [row["step"] for row in rows]
     assert steps == list(range(len(steps))) and rows[-1]["iteration"] == 3
+    branch = command[:-1]
+    branch[branch.index("--workdir=gs://bucket/run")] = "--workdir=gs://bucket/branch"
+    began = python(storage, *branch, "--from=gs://bucket/run@2", "--config.iterations=1", "--config.checkpoint.every=5")
+    assert "beginning from iteration 2 (update 4) of gs://bucket/run: weights, optimizer moments and data po" in began
+    resumed = python(storage, *branch, "--config.iterations=2", "--config.checkpoint.every=5")
+    assert "this run began from iteration 2 (update 4) of gs://bucket/run" in resumed
+    assert json.loads(python(storage, "-c", look.replace("metrics.jsonl", "saved.json"))) == {"step": 3}
     assert "cannot use gs://nowhere/run" in python(
         storage, *command[:3], "--workdir=gs://nowhere/run", *command[4:], code=2
     )

@@ -11,35 +11,43 @@ from jax.sharding import Mesh
 
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.measuring.gamed import gamed
-from gspo_jax.measuring.held_out import evaluate, summarize
+from gspo_jax.measuring.held_out import _mean_over_responses, evaluate, rewards_in, summarize
 from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rewards.batches import BatchScorer
 from gspo_jax.rewards.scorer import Scorer
+from gspo_jax.rewards.step_scorer import StepScorer
 from gspo_jax.rollout.episodes import new_batch
 from gspo_jax.types import Prompts, Rollout, RouterRecord
 
 NAN = math.nan
 P, G, T = 3, 4, 2
 LENGTHS = np.arange(P * G)
-CUT = LENGTHS < 3
+CUT, ALL = LENGTHS < 3, np.ones((P, G), bool)
 
 JUDGE = """
 def judge(prompt, completion, record):
     return {"a": 1.0, "b": 0.0, "c": None}[completion]
 
+def share(prompt, completion, record):
+    return {"a": 1.0, "b": 0.25, "c": 0.0}[completion]
+
 def mute(prompt, completion, record):
     return None
+
+def thirds(prompt, completion, record):
+    return [(1, {"a": 1.0, "b": 0.0, "c": 0.5}[completion])]
 """
 
 
 def test_what_could_not_be_scored_is_left_out_and_counted():
-    # Prompt 0: 2 of 3 right; prompt 1: none scored, so it is left out; prompt 2: 0 of 1 right, as 0.5 is not above 0.5.
-    scores = np.array([[1, NAN, 0, 1], [NAN] * 4, [NAN, NAN, NAN, 0.5]], np.float32)
-    found = summarize(scores, 2 * scores, LENGTHS, CUT)
+    # Prompt 0: 2 of 3 right; prompt 1: none scored, so it is left out; prompt 2: 0 of 1 right.
+    scores = np.array([[1, NAN, 0, 1], [NAN] * 4, [NAN, NAN, NAN, 0]], np.float32)
+    rewards = np.array([[2, NAN, 0, 2], [NAN] * 4, [NAN, NAN, NAN, 1]], np.float32)
+    found = summarize(scores, rewards, LENGTHS, CUT, asked=ALL)
     assert found.accuracy == pytest.approx(1 / 3)  # (2/3 + 0) / 2
     assert found.reward == pytest.approx((4 / 3 + 1) / 2) and found.reward_stderr == pytest.approx(1 / 6)
-    unscored = summarize(scores, np.full((P, G), NAN), LENGTHS, CUT)
+    unscored = summarize(scores, np.full((P, G), NAN), LENGTHS, CUT, asked=ALL)
     assert unscored.reward is None and "eval/reward" not in unscored.metrics()
     assert found.accuracy_stderr == pytest.approx(1 / 3)  # both are 1/3 off: sqrt(2/9) / sqrt(2)
     assert found.pass_at_k == 0.5
@@ -50,7 +58,7 @@ def test_what_could_not_be_scored_is_left_out_and_counted():
 
 def test_without_failures_it_is_the_plain_mean():
     scores = np.random.default_rng(0).integers(0, 2, (P, G)).astype(np.float32)
-    found, means = summarize(scores, scores, LENGTHS, CUT), (scores > 0.5).mean(axis=1)
+    found, means = summarize(scores, scores, LENGTHS, CUT, asked=ALL), (scores > 0.5).mean(axis=1)
     assert found.accuracy == float(means.mean()) and found.failed == 0
     assert found.accuracy_stderr == float(means.std(ddof=1) / np.sqrt(P))
     assert found.pass_at_k == float(scores.any(axis=1).mean())
@@ -101,8 +109,10 @@ def held_out(judges, correct, responses):
     )
     batches = [batch, dataclasses.replace(batch, valid=np.array([True, False]))]
     mesh = mesh_lib.make_mesh({"data": 1}, devices=jax.devices()[:1])
-    functions = Scorer({"judge": 1.0, "mute": 0.0}, own={name: f"{judges}:{name}" for name in ("judge", "mute")})
-    scorer = BatchScorer(functions, tokenizer.decode, mesh)
+    weights = {"judge": 1.0, "mute": 0.0} | ({"share": 0.5} if correct != "judge" else {})
+    functions = Scorer(weights, own={name: f"{judges}:{name}" for name in weights})
+    steps = StepScorer({"thirds": 1.0}, own={"thirds": f"{judges}:thirds"}) if correct != "judge" else None
+    scorer = BatchScorer(functions, tokenizer.decode, mesh, steps=steps)
     return evaluate(
         Said(tokenizer, responses, mesh),
         batches,
@@ -127,6 +137,38 @@ def test_an_evaluation_leaves_out_what_the_scorer_could_not_score(judges):
     assert [one["special"] for one in found.examples] == [end] * 3 and len(end) == 1
     assert kept == [("p", f"a{end[0]}", 1.0, "1"), ("q", f"a{end[0]}", 1.0, "2"), ("p", f"b{end[0]}", 0.0, "1")]
     assert found.examples[2]["scores"] == {"judge": 0.0, "mute": None}
+
+
+@pytest.mark.parametrize("correct", ["", "share"])
+def test_without_verdicts_an_evaluation_has_mean_rewards_and_no_accuracy(judges, correct):
+    """No reward decides, or one whose scores turn out to be shares; a share of 0.9 is no 90% solved."""
+    found = held_out(judges, correct, "aabb" + "accc" + "bbcc" + "aaaa")
+    assert found.accuracy is found.accuracy_stderr is found.pass_at_k is None
+    # Half the share and the verdict; c has no verdict, so no reward: 1.5 and 0.125, twice each; 1.5; 0.125.
+    assert found.reward == pytest.approx((0.8125 + 1.5 + 0.125) / 3) and found.failed == pytest.approx(5 / 12)
+    assert found.quality == {"reward": found.reward}
+    assert found.scores == {
+        "judge": pytest.approx(3 / 7),
+        "share": pytest.approx((2.5 + 1 + 0.5) / 12),
+        "thirds": pytest.approx((2 + 2.5 + 1) / 12),
+    }
+    # Means of the three prompts: 0.625, 0.25, 0.125, as many responses each.
+    means = np.array([0.625, 0.25, 0.125])
+    assert found.scores_stderr["share"] == pytest.approx(means.std(ddof=1) / np.sqrt(3))
+    written = found.metrics()
+    assert written["eval/reward/thirds_stderr"] == found.scores_stderr["thirds"] > 0
+    assert not [name for name in written if "accuracy" in name or "pass" in name]
+    assert rewards_in(written) == {name: f"eval/reward/{name}" for name in ("judge", "share", "thirds")}
+    assert str(found).startswith(f"reward {found.reward:.3f} ± ") and "@" not in str(found)
+    assert bool(found.warning) is bool(correct) and list(found.graded) == [correct] * bool(correct)
+    assert not correct or found.warning.startswith("the reward 'share' is to decide what is correct, but has scores")
+
+
+def test_the_error_of_a_mean_over_responses_takes_a_prompt_s_together():
+    # One prompt has a single score: mean (4 · 1 + 0)/5 = 0.8, deviations 4 · (1 − 0.8) and −0.8, so √(2 · 1.28) / 5.
+    found = _mean_over_responses(np.array([[1, 1, 1, 1], [NAN, 0, NAN, NAN], [NAN] * 4]))
+    assert found == (pytest.approx(0.8), pytest.approx(np.sqrt(2 * 1.28) / 5))
+    assert _mean_over_responses(np.array([[1, 0.0]])) == (0.5, 0.0)
 
 
 def metrics(reward, accuracy, *, error=0.01, **scores):
@@ -154,6 +196,7 @@ def test_a_reward_that_rises_without_the_accuracy_is_gamed():
         and not gamed({}, first)
         and not gamed(first, {})
         and not gamed(first, metrics(None, 0.1))
+        and not gamed(metrics(0.2, None), metrics(0.9, None))
     )
     assert not gamed(metrics(0.2, 0.985), metrics(0.9, 0.99)), "the accuracy has no room to rise"
     sure = metrics(0.2, 0.1, error=0.0)

@@ -1,6 +1,7 @@
 """Advantages: numbers worked by hand, and an independent float64 oracle of `gae`."""
 
 import inspect
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,14 @@ group_zscore, group_centered, leave_one_out, group_steps = (
     jax.jit(f, static_argnames="group_size")
     for f in (advantages.group_zscore, advantages.group_centered, advantages.leave_one_out, advantages.group_steps)
 )
-ALL = pytest.mark.parametrize("advantage", [group_zscore, group_centered, leave_one_out])
+max_rl = jax.jit(advantages.max_rl, static_argnames="group_size")
+OF_SUMS = {
+    "group_zscore": group_zscore,
+    "group_centered": group_centered,
+    "leave_one_out": leave_one_out,
+    "max_rl": max_rl,
+}
+ALL = pytest.mark.parametrize("advantage", OF_SUMS.values(), ids=OF_SUMS)
 
 
 def test_zscore_by_hand():
@@ -79,6 +87,154 @@ def test_rewards_that_do_not_split_into_groups(advantage, group_size):
 def test_rewards_of_the_wrong_rank(advantage):
     with pytest.raises(ValueError, match=r"rewards have shape \[2, 4\]; it must be \[B\]"):
         advantage(jnp.zeros((2, 4)), group_size=4)
+
+
+def test_max_rl_by_hand():
+    # One of four: mean 1/4, so (1 − 1/4)/(1/4) = 3 and −1. None: 0. Two of four: ±1. Shares 1/2, 0, 1, 1/2: mean 1/2.
+    got = max_rl(jnp.array([1.0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0.5, 0, 1, 0.5]), group_size=4)
+    np.testing.assert_allclose(got, [3, -1, -1, -1, 0, 0, 0, 0, 1, -1, -1, 1, 0, -1, 1, 0], rtol=1e-6)
+    np.testing.assert_array_equal(max_rl(jnp.array([-1.0, 0, -2, 2]), group_size=2), np.zeros(4))  # no mean above 0
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("G", [2, 3, 6])
+def test_max_rl_is_in_expectation_the_truncated_likelihood_s_gradient(p, G):
+    """Over all outcomes of a policy with one parameter, p: ∇log π is 1/p of a success, −1/(1 − p) of a failure."""
+    outcomes = np.array(list(itertools.product([0.0, 1.0], repeat=G)))
+    found = np.asarray(max_rl(outcomes.reshape(-1).astype(np.float32), group_size=G)).reshape(outcomes.shape)
+    slopes = np.where(outcomes == 1, 1 / p, -1 / (1 - p))
+    chance = np.prod(np.where(outcomes == 1, p, 1 - p), axis=1)
+    np.testing.assert_allclose(chance @ (found * slopes).mean(axis=1), (1 - (1 - p) ** (G - 1)) / p, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", OF_SUMS)
+@settings(deadline=None, max_examples=30, derandomize=True, database=None)
+@given(seed=st.integers(0, 2**32 - 1), group_size=st.sampled_from([1, 2, 4, 8]), missing=st.sampled_from([0, 0.3, 1]))
+def test_group_advantages_equal_the_oracle_and_a_missing_score_leaves_the_group(name, seed, group_size, missing):
+    rng = np.random.default_rng(seed)
+    rewards = rng.choice([0.0, 0.1, 0.5, 1.0, 2.5], size=16).astype(np.float32)
+    rewards[rng.random(16) < missing] = np.nan
+    got = OF_SUMS[name](rewards, group_size=group_size)
+    np.testing.assert_allclose(got, oracles.of_groups(name, rewards.astype(float), group_size), rtol=2e-5, atol=2e-6)
+    np.testing.assert_array_equal(np.asarray(got)[np.isnan(rewards)], 0)
+
+
+# --- gdpo -----------------------------------------------------------------------------------------
+
+gdpo = jax.jit(
+    lambda rewards, weights, group_size: advantages.gdpo(rewards, weights=dict(weights), group_size=group_size),
+    static_argnums=(1, 2),
+)
+
+
+def test_gdpo_by_hand():
+    # Groups of two. `right` differs in both, z = ±1/√2; `short` in the second alone, and against it, with weight 1/2:
+    # S = ±1/√2, then ±(1/√2)(1 − 1/2). Their squares sum to 2 · 1/2 + 2 · 1/8 = 5/4, over 3: std = √(5/12) = 0.6455.
+    rewards = {"right": jnp.array([1.0, 0, 1, 0]), "short": jnp.array([3.0, 3, -40, 60])}
+    got = gdpo(rewards, (("right", 1.0), ("short", 0.5)), 2)
+    np.testing.assert_allclose(got, np.array([1, -1, 0.5, -0.5]) / np.sqrt(2) / np.sqrt(5 / 12), rtol=1e-5)
+    # GRPO of the sum sees `short` alone in the second group, with the opposite sign.
+    assert group_zscore(rewards["right"] + 0.5 * rewards["short"], group_size=2)[2] < 0
+
+
+@settings(deadline=None, max_examples=40, derandomize=True, database=None)
+@given(seed=st.integers(0, 2**32 - 1), group_size=st.sampled_from([1, 2, 4, 8]), missing=st.sampled_from([0, 0.3, 1]))
+def test_gdpo_equals_the_oracle_and_ignores_missing_scores(seed, group_size, missing):
+    rng = np.random.default_rng(seed)
+    scales = {"verdict": 1.0, "length": 100.0, "punishment": -0.5, "logged": 9.0}
+    rewards = {name: (scale * rng.integers(0, 3, 16)).astype(np.float32) for name, scale in scales.items()}
+    for x in rewards.values():
+        x[rng.random(16) < missing] = np.nan
+    weights = {"verdict": 1.0, "length": 0.25, "punishment": 2.0}
+    got = gdpo(rewards, tuple(weights.items()), group_size)
+    want = oracles.gdpo({name: x.astype(float) for name, x in rewards.items()}, weights, group_size)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_gdpo_of_equal_rewards_is_exactly_zero_and_of_one_reward_has_grpo_s_directions():
+    rewards = {"a": jnp.array([0.1, 0.1, 0.1, 0.1, 1, 0, 1, 0]), "b": jnp.full(8, 0.7)}
+    got = np.asarray(gdpo(rewards, (("a", 1.0), ("b", 1.0)), 4))
+    np.testing.assert_array_equal(got[:4], np.zeros(4))
+    z = np.asarray(group_zscore(rewards["a"], group_size=4))
+    np.testing.assert_allclose(got, z / z.std(ddof=1), rtol=1e-5)
+
+
+def test_gdpo_of_a_reward_that_is_not_there():
+    with pytest.raises(ValueError, match="no rewards 'rihgt'; did you mean 'right'"):
+        advantages.gdpo({"right": jnp.zeros(4)}, weights={"rihgt": 1.0}, group_size=2)
+
+
+# --- group_turns ----------------------------------------------------------------------------------
+
+group_turns = jax.jit(advantages.group_turns, static_argnames=("group_size", "discount", "advantage"))
+# Two turns; two turns with a longer reply; one turn; a reply at the beginning, then one turn.
+TURNS = np.array([[1, 1, 0, 1, 1], [1, 0, 0, 0, 1], [1, 1, 1, 0, 0], [0, 1, 1, 0, 0]], bool)
+
+
+def test_group_turns_by_hand():
+    # γ = 1/2, groups of two. Returns of the first turns: 1 + 1/2·(2 + 4) = 4 and 0 + 1/2·(0 + 2) = 1, mean 2.5; of the
+    # second turns 2 + 4 = 6 and 2, mean 4. Second group: outcomes 1 and 3, and a reward 1 within the first's turn.
+    rewards = np.array([[0, 1, 7, 0, 2], [0, 7, 7, 7, 0], [0, 1, 0, 7, 7], [7, 0, 0, 7, 7]])
+    outcome = np.array([4.0, 2, 1, 3])
+    given = {"group_size": 2, "discount": 0.5, "advantage": advantages.group_centered}
+    got = group_turns(jnp.array(rewards), jnp.array(outcome), jnp.array(TURNS), **given)
+    want = [[1.5, 1.5, 0, 2, 2], [-1.5, 0, 0, 0, -2], [-0.5, -0.5, -0.5, 0, 0], [0, 0.5, 0.5, 0, 0]]
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_a_turn_that_one_episode_alone_reached_gets_zero_and_an_unscored_episode_leaves_the_baselines():
+    # A group of four: the second turns of rows 0 and 1 are compared; without row 1, row 0's is alone.
+    outcome, none = jnp.array([1.0, 0, 1, 0]), jnp.zeros((4, 5))
+    both = group_turns(none, outcome, jnp.array(TURNS), group_size=4)
+    np.testing.assert_allclose(both[0, 3:], [1 / np.sqrt(2)] * 2, rtol=1e-5)
+    alone = np.asarray(group_turns(none, outcome.at[1].set(jnp.nan), jnp.array(TURNS), group_size=4))
+    np.testing.assert_array_equal(alone[0, 3:], 0)
+    np.testing.assert_array_equal(alone[1], 0)
+    z = group_zscore(jnp.array([1.0, jnp.nan, 1, 0]), group_size=4)
+    np.testing.assert_allclose(alone[[0, 2, 3], [0, 0, 1]], np.asarray(z)[[0, 2, 3]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", OF_SUMS)
+@pytest.mark.parametrize("several", [False, True])
+def test_without_discount_and_with_a_reward_at_the_end_alone_a_turn_has_the_response_s_advantage(name, several):
+    mask = np.zeros((8, 6), bool)
+    mask[:, :2] = mask[:, 4:] = True
+    if not several:  # one turn each, of different lengths
+        mask = np.arange(6)[None] < np.array([[1, 6, 3, 2, 4, 5, 6, 1]]).T
+    rewards = np.array([1.0, 0, 0, 0.25, 0, 1, np.nan, 1], np.float32)
+    got = group_turns(jnp.zeros((8, 6)), rewards, jnp.array(mask), group_size=4, advantage=getattr(advantages, name))
+    want = np.asarray(OF_SUMS[name](rewards, group_size=4))
+    np.testing.assert_array_equal(got, np.where(mask, want[:, None], 0))
+
+
+@settings(deadline=None, max_examples=40, derandomize=True, database=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    shape=st.sampled_from([(4, 1), (8, 9)]),
+    density=st.sampled_from([0.0, 0.4, 0.8, 1.0]),
+    discount=st.sampled_from([0.0, 0.9, 1.0]),
+    name=st.sampled_from(list(OF_SUMS)),
+    padding=st.sampled_from([0.0, np.nan, np.inf, -1e30]),
+)
+def test_group_turns_equal_the_oracle_whatever_lies_in_replies(seed, shape, density, discount, name, padding):
+    rng = np.random.default_rng(seed)
+    mask = rng.random(shape) < density
+    rewards = rng.integers(0, 4, shape).astype(np.float32) / 2
+    outcome = np.where(rng.random(shape[0]) < 0.1, np.nan, rng.integers(0, 3, shape[0])).astype(np.float32)
+    want = oracles.group_turns(name, rewards.astype(float), outcome.astype(float), mask, 4, discount)
+    spoilt = np.where(mask, rewards, np.float32(padding))
+    given = {"group_size": 4, "discount": discount, "advantage": getattr(advantages, name)}
+    got = group_turns(spoilt, outcome, mask, **given)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(np.asarray(got)[~mask], 0)
+
+
+def test_group_turns_of_what_does_not_fit():
+    with pytest.raises(UserError, match=r"discount=1.5 lies outside \[0, 1\]; 1 means no discount, 0 looks at each"):
+        group_turns(jnp.zeros((2, 3)), jnp.zeros(2), jnp.ones((2, 3), bool), group_size=2, discount=1.5)
+    with pytest.raises(ValueError, match=r"the shapes are rewards \[2, 3\], mask \[2, 4\]; all must be the same"):
+        group_turns(jnp.zeros((2, 3)), jnp.zeros(2), jnp.ones((2, 4), bool), group_size=2)
 
 
 # --- gae ------------------------------------------------------------------------------------------

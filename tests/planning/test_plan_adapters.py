@@ -13,6 +13,7 @@ import pytest
 
 from gspo_jax import cli, plan
 from gspo_jax.engine import build
+from gspo_jax.models import huggingface
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.published import find
 from gspo_jax.parallel import processes
@@ -20,7 +21,7 @@ from gspo_jax.parallel.mesh import make_mesh, shard_bytes
 from gspo_jax.planning import hlo, jaxpr, memory, programs, rates, topology
 from gspo_jax.planning.ahead import Compiled, LiveBuffer, compile_ahead
 from gspo_jax.planning.loads import SKEW
-from gspo_jax.planning.setting import Setting
+from gspo_jax.planning.setting import Setting, nbytes
 from gspo_jax.rollout.sampling import StopRule
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import Meshes, make_meshes
@@ -148,6 +149,71 @@ def test_flops_of_scoring_are_those_of_the_policies_that_are_read():
         flops(**{"reference.kl_weight": 0.1, "training.old_logprobs": x}) for x in ("sampler", "recompute")
     )
     assert reference == alone and both == (2 * alone[0], 2 * alone[1])
+
+
+TAUGHT_BY = replace(DENSE, vocab_size=DENSE.vocab_size + 8, num_layers=3, max_position_embeddings=64)
+
+
+@pytest.fixture(scope="module")
+def taught_by(tmp_path_factory) -> str:
+    """Return a folder with the config.json of a teacher, which is all that a plan reads of it."""
+    folder = tmp_path_factory.mktemp("teacher")
+    huggingface.save(tiny.params(TAUGHT_BY), TAUGHT_BY, folder)
+    (folder / "model.safetensors").unlink()
+    return str(folder)
+
+
+@pytest.mark.parametrize("dtype", ["", "float32", "int8"])
+def test_a_teacher_s_weights_are_kept_as_they_are_stored(taught_by, dtype):
+    """Beside every program, and on the least number of chips; the pool of keys has less room by as much."""
+    with_teacher, without = (
+        setting(
+            DENSE, {"data": 2, "fsdp": 4}, **{"teacher.folder": folder, "teacher.dtype": dtype, "teacher.form": "k2"}
+        )
+        for folder in (taught_by, "")
+    )
+    kept = memory.held(with_teacher)
+    assert memory.held(without) == kept | {"teacher": 0}
+    shapes, norms = with_teacher.engine.teacher.shapes, 4 * (7 * 32 + 2 * 3 * 8)
+    whole, embeds = sum(x.size for x in jax.tree.leaves(shapes)), 2 * TAUGHT_BY.vocab_size * 32
+    matrices = 3 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)
+    assert (
+        nbytes(shapes)
+        == {
+            "": norms + 2 * (embeds + matrices),
+            "float32": 4 * whole,
+            "int8": norms + 2 * embeds + matrices + 4 * 3 * (2 * 32 + 2 * 16 + 2 * 48 + 32),
+        }[dtype]
+    )
+    assert kept["teacher"] < nbytes(shapes) / 3, "sharded over fsdp"
+
+
+@pytest.mark.parametrize(("form", "name"), [("k2", "score"), ("full", "update")])
+def test_flops_of_a_teacher(taught_by, form, name):
+    """In scoring one forward. In an update its forward, and logits of both, in the backward pass too, as traced.
+
+    A forward's attention, of which the CPU computes more than the formula counts, is taken as scoring traces it.
+    """
+
+    def flops(name, model, **fields):
+        given = setting(model, {"data": 8}, **{"adapter.rank": 0} | fields)
+        read = programs.make(name, given.engine)[0].trace()
+        forward, times = given.formula(name)
+        traced = jaxpr.product_flops(plan.read(read)) / 8
+        return traced, forward.forward, forward.beside, forward.attention * times
+
+    taught = {"teacher.folder": taught_by, "teacher.form": form}
+    alone, scored = flops("score", TAUGHT_BY), flops(name, DENSE, **taught)
+    if name == "score":
+        assert scored == alone
+        return
+    without = flops(name, DENSE)
+    head = 2 * setting(DENSE, {"data": 8}).work("update").tokens * DENSE.hidden_size
+    heads = head * (4 * DENSE.vocab_size + TAUGHT_BY.vocab_size)
+    minibatches = cli.load_config("configs/tiny.py").training.minibatches
+    assert scored[0] - without[0] == pytest.approx(alone[0] / minibatches + heads, rel=1e-6)
+    assert scored[2] == pytest.approx(alone[1] / minibatches + heads, rel=1e-6) and without[2] == 0
+    assert scored[3] - without[3] == pytest.approx(alone[3] / minibatches)
 
 
 def test_bytes_of_the_base_as_it_is_stored():

@@ -8,9 +8,10 @@ from gspo_jax import sandbox
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import StopRequested, UserError
 from gspo_jax.rewards import replies
-from gspo_jax.rewards.replies import BROKEN, MAX_CHARACTERS, NO_OUTPUT, Replies
+from gspo_jax.rewards.replies import BROKEN, MAX_CHARACTERS, NO_OUTPUT, Replies, Setting, TurnOver
+from gspo_jax.rollout import episodes as rollout
 from gspo_jax.sandbox import Verdict
-from gspo_jax.setup.players import on_tokens
+from gspo_jax.setup.turns import TokenTurns
 from tests.pods import ROOT
 
 ADDER = ROOT / "tests" / "golden" / "adder"
@@ -22,13 +23,21 @@ def python():
         sandbox.check_bubblewrap()
     except UserError as error:
         pytest.skip(str(error))
-    with Replies("python", own={}, timeout_s=2.0, workers=2) as made:
+    with Replies("python", Setting(timeout_s=2.0, workers=2)) as made:
         yield made
 
 
+def say(made, *turns):
+    """Return what an environment says to each turn, the first of an episode."""
+    asked = [TurnOver(str(i).encode(), "?", {}, text, (text,)) for i, text in enumerate(turns)]
+    pending = [made.begin(turn) for turn in asked]
+    made.wait(pending)
+    made.told(asked, [each.result() for each in pending])
+    return [each.result().value.said for each in pending]
+
+
 def ask(made, *programs):
-    turns = [f"```python\n{program}\n```" for program in programs]
-    return made(["?"] * len(turns), turns, [{}] * len(turns))
+    return say(made, *(f"```python\n{program}\n```" for program in programs))
 
 
 def test_what_programs_print_is_the_reply(python):
@@ -41,8 +50,8 @@ def test_a_program_without_an_end_is_told_so(python):
 
 
 def test_turns_without_a_block_end_the_episode(python):
-    assert python(["?"] * 2, ["#### 3", "```python\nprint(3)\n```\n"], [{}] * 2) == [None, "3\n"]
-    assert python([], [], []) == []
+    assert say(python, "#### 3", "```python\nprint(3)\n```\n") == [None, "3\n"]
+    assert say(python) == []
 
 
 def test_long_and_broken_output_is_shortened_and_mended(python):
@@ -69,22 +78,43 @@ def test_a_broken_sandbox_is_no_error_of_the_program():
     assert replies.shown(Verdict(broken="it fell over")) == BROKEN
 
 
+def token_turns(made, tokenizer):
+    return TokenTurns(made, tokenizer, tokenizer.encode, 64)
+
+
+def replies_to(turns, *responses):
+    asked = [rollout.TurnOver(str(i).encode(), "?", {}, tokens, [tokens]) for i, tokens in enumerate(responses)]
+    pending = turns.begin(asked)
+    turns.wait(pending)
+    return [each.result().reply for each in pending]
+
+
 def test_a_reply_is_inserted_after_a_stop_token_and_is_a_turn_after_the_end():
     tokenizer = Tokenizer.load(ADDER)
-    with Replies("calculator", own={}, timeout_s=2.0, workers=1) as made:
-        reply = on_tokens(made, tokenizer)
+    with Replies("calculator", Setting()) as made:
         asked = [tokenizer.encode("7+8="), [*tokenizer.encode("7+8="), tokenizer.eos_ids[0]], tokenizer.encode("7")]
-        inserted, turn, over = reply(["?"] * 3, asked, [{}] * 3)
+        inserted, turn, over = replies_to(token_turns(made, tokenizer), *asked)
     assert tokenizer.decode(inserted) == "15" and over is None
     assert tokenizer.decode(turn) == tokenizer.user_turn("15")
 
 
-def test_what_an_environment_says_closes_no_turn():
+def test_what_an_environment_says_closes_no_turn(written):
     """Its text may be a program's output, and so the policy's own."""
     tokenizer = Tokenizer.load(ADDER)
     end = tokenizer.eos_ids[0]
     said = f"5{tokenizer.decode([end], skip_special=False)}"
-    reply = on_tokens(lambda *_: [said, said], tokenizer)
-    inserted, turn = reply(["?"] * 2, [tokenizer.encode("="), [end]], [{}] * 2)
+    with written(f"def mine(prompt, completion, record): return {said!r}") as made:
+        inserted, turn = replies_to(token_turns(made, tokenizer), tokenizer.encode("="), [end])
     assert inserted and turn and end not in inserted + turn
     assert tokenizer.decode(inserted, skip_special=False) == said
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Return a function that writes a file with an environment `mine`, and returns its replies."""
+
+    def write(code, **setting):
+        (tmp_path / "mine.py").write_text(code)
+        return Replies("mine", Setting(own={"mine": f"{tmp_path / 'mine.py'}:mine"}, **setting))
+
+    return write

@@ -158,10 +158,15 @@ def test_an_empty_batch_is_empty():
             scorer.score(["a"], [], [])
 
 
+def test_without_functions_all_rewards_are_0():
+    """A teacher may stand in for them."""
+    scores = Scorer({}).score(["a", "b"], ["c", "d"], [{}, {}])
+    assert scores.total.tolist() == [0, 0] and scores.by_name == {} and scores.failures == 0
+
+
 @pytest.mark.parametrize(
     ("functions", "options", "message"),
     [
-        ({}, {}, "no reward function"),
         ({"exact_anwser": 1.0}, {}, "no reward 'exact_anwser'; did you mean 'exact_answer'"),
         ({"math_verfy": 1.0}, {}, "did you mean 'math_verify'"),
         ({"zzz": 1.0}, {}, "there are answer_format, countdown, exact_answer, math_verify"),

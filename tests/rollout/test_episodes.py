@@ -1,18 +1,20 @@
 """Partial rollouts and multi-turn episodes: resumed responses equal uninterrupted ones, replies are not trained on."""
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gspo_jax.calls.outcomes import settled
 from gspo_jax.errors import StopRequested
 from gspo_jax.models import transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.decoder import response_keys
 from gspo_jax.rollout.drafting import NO_DRAFTS, Drafting
-from gspo_jax.rollout.episodes import Buffer, Episodes, Player, spread_over_shards
+from gspo_jax.rollout.episodes import Answer, Buffer, Episodes, Player, spread_over_shards
 from gspo_jax.rollout.history import History
 from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.prefixes import bucket
@@ -43,6 +45,28 @@ def mesh():
 def other_params():
     """Return the parameters of a second policy, scaled by 1.1."""
     return jax.tree.map(lambda x: x * 1.1, params())
+
+
+class Replying:
+    """An environment on token ids, of a function of prompts, responses and records."""
+
+    asks_last = False
+
+    def __init__(self, function):
+        self.function = function
+
+    def open(self, turns):
+        return [(None, False)] * len(turns)
+
+    def begin(self, turns):
+        replies = self.function([t.text for t in turns], [t.tokens for t in turns], [t.record for t in turns])
+        return [settled(Answer(reply)) for reply in replies]
+
+    def wait(self, pending, *, within_s=math.inf):
+        pass
+
+    def finish(self, ids):
+        pass
 
 
 def make_sampler(*, poll_steps: int | None = None, drafting: Drafting = NO_DRAFTS) -> Sampler:
@@ -235,7 +259,7 @@ def test_turns(sampler):
         heard.extend(zip(prompts, responses, [record["number"] for record in records], strict=True))
         return answer(prompts, responses, records)
 
-    player = Player(sampler, reply=reply, max_turns=3)
+    player = Player(sampler, environment=Replying(reply), max_turns=3)
     played = player.answer(some(0, 6), jax.random.key(57))  # whose responses end in all four ways
     rollout = jax.device_get(played.rollout)
     assert set(played.turns) == {1, 2, 3}
@@ -278,7 +302,7 @@ def test_responses_begin_with_an_opening(sampler):
 @pytest.mark.slow
 def test_turns_in_parts(sampler):
     """Multi-turn episodes that are cut off and resumed equal those played to the end in one call."""
-    player = Player(sampler, reply=answer, max_turns=3)
+    player = Player(sampler, environment=Replying(answer), max_turns=3)
     whole = player.answer(some(0, 12), KEY)
     buffer = Buffer(player, groups=2, group_size=G, in_flight=6, min_ended=0.5)
     prompts = in_fours()
@@ -294,10 +318,10 @@ def test_turns_in_parts(sampler):
 @pytest.mark.slow
 def test_drafts_change_no_turn(sampler):
     """Episodes of several turns, whole and in parts, with drafts from those that were played before."""
-    whole = Player(sampler, reply=answer, max_turns=3).answer(some(0, 12), KEY)
+    whole = Player(sampler, environment=Replying(answer), max_turns=3).answer(some(0, 12), KEY)
     drafting = make_sampler(drafting=Drafting("history", 3, fixed_rows=10**9))
     drafting.load(Weights.full(place(params(), MESH)))
-    player = Player(drafting, reply=answer, max_turns=3, history=History(T))
+    player = Player(drafting, environment=Replying(answer), max_turns=3, history=History(T))
     for _ in range(2):
         played = player.answer(some(0, 12), KEY)
         np.testing.assert_array_equal(played.turns, whole.turns)

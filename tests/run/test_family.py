@@ -41,6 +41,8 @@ NOISE = {
 """Those of routing.noise_every alone, which test_noise.py reads."""
 ISOLATED = {"timing/queue_s", "reward/without_worker"}
 """Those of isolated reward functions alone, which test_experience.py reads."""
+TEACHER = {"teacher/kl"}
+"""That of a teacher alone, which test_teacher.py reads."""
 CLOCK = ("time", "timing/", "throughput/", "compile/")
 
 
@@ -228,13 +230,13 @@ def test_settings_and_batches_that_teach_nothing_are_warned_of_once(data, tmp_pa
 
 def test_every_metric_is_in_the_glossary_and_nothing_else(written):
     """The default runs above write exactly the metrics that the glossary lists, but for those of partial rollouts, of
-    isolated reward functions and of the noise's parts.
+    isolated reward functions, of the noise's parts and of a teacher.
     """
     documented = set(re.findall(r"`([a-z_]+/[A-Za-z0-9_/]+)`", (ROOT / "docs/metrics.md").read_text()))
     rewards = {"reward/exact_answer", "reward/answer_format", "reward/countdown", "reward/countdown_steps"}
     rewards |= {"eval/reward/countdown", "eval/reward/exact_answer", "eval/reward/answer_format"}
-    assert documented >= PARTIAL | ISOLATED | NOISE
-    assert written - rewards == documented - {"reward/NAME", "eval/reward/NAME"} - PARTIAL - ISOLATED - NOISE
+    assert documented >= PARTIAL | ISOLATED | NOISE | TEACHER
+    assert written - rewards == documented - {"reward/NAME", "eval/reward/NAME"} - PARTIAL - ISOLATED - NOISE - TEACHER
 
 
 @pytest.mark.parametrize(

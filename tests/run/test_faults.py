@@ -184,6 +184,19 @@ def test_gradients_that_are_not_finite_end_the_run_and_are_never_saved(data, tmp
     )
 
 
+def test_a_run_that_diverged_goes_on_as_its_error_says(data, tmp_path):
+    """From its newest checkpoint, by the same command with the printed flag."""
+    words = command(tmp_path / "run", data, **{"checkpoint.every": 1, "iterations": 4, "training.max_skipped": 2})
+    codes, said = run_faulty("skip:updated:5", words)
+    assert codes == [exits.DIVERGED], said
+    (flag,) = re.findall(r"the same command with (--config\.optimizer\.learning_rate=\S+), or begin another run", said)
+    (said,) = run_processes(1, "-m", "gspo_jax.train", *words, flag)
+    assert "resuming from iteration 2" in said and "optimizer.learning_rate 0.0001 → 5e-05 from update 5 on" in said
+    rates = [row["actor/lr"] for row in rows_of(tmp_path / "run")[1:]]
+    np.testing.assert_allclose(rates[4] / rates[3], 0.5 * 5 / 4, rtol=1e-5)  # in the warm-up
+    assert json.loads((tmp_path / "run" / "changes.json").read_text())["changes"][0]["update"] == 5
+
+
 WATCHED = """
 import sys, time
 time.strftime = lambda form: "now"  # as after a clock was set back

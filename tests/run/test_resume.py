@@ -1,33 +1,39 @@
 """Runs that are resumed end bitwise equal to uninterrupted ones, of several turns, and of a mixture of files; runs that
-are not what they were are refused.
+are not what they were are refused, but for fields that may change, whose changes are noted.
 """
 
 import json
+import math
 import platform
 import re
 import shutil
 import signal
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 from safetensors.numpy import load_file, save_file
 
 from gspo_jax import cli
-from gspo_jax.config import base, benchmark
+from gspo_jax.config import ADJUSTABLE, MAY_CHANGE, base, benchmark
 from gspo_jax.convert import convert
 from gspo_jax.data import tasks
 from gspo_jax.data.contents import changes
 from gspo_jax.errors import UserError
-from gspo_jax.folder.notes import read_config
+from gspo_jax.folder.metrics import read_metrics
+from gspo_jax.folder.notes import read_changes, read_config
 from gspo_jax.run import resume
 from gspo_jax.run.resume import changed_since
 from gspo_jax.setup import inputs
-from gspo_jax.setup.same import check_same_run
+from gspo_jax.setup.fields import at, names
+from gspo_jax.setup.same import check_same_run, differences, may_change
 from gspo_jax.train import train
 from gspo_jax.training.checkpoint import describe
+from gspo_jax.training.state import make_optimizer
 from gspo_jax.versions import versions
 from tests.pods import ROOT, Pod, assert_same_bits, rows_of, run_processes, state_of, train_flags, wait_for
 
@@ -162,7 +168,7 @@ def test_a_run_whose_data_files_or_reference_changed_is_refused_by_name(tmp_path
             lambda: write_rows(rows, range(20), answer="7"),
             f"the records of {rows} .* they differ in answer, worked;",
         ),
-        (rows, lambda: write_rows(rows, range(20), hint="even"), "they differ in hint; put them back"),
+        (rows, lambda: write_rows(rows, range(20), hint="even"), "they differ in hint; put back what was there"),
         (rows, lambda: write_rows(rows, range(1, 21)), "they differ in answer, prompt as tokens, question"),
         (
             shots,
@@ -280,3 +286,137 @@ def test_a_run_can_be_longer_only_if_no_learning_rate_falls_over_its_length(chan
         return
     with pytest.raises(UserError, match=f"^iterations is 2000 here and 1000 in the run in runs/a, .* {says}"):
         check_same_run(config, saved, "runs/a")
+
+
+ADDED = {"benchmarks.own.every": 3}
+"""Fields of a section that a user may fill."""
+
+
+def another(name: str) -> object:
+    """Return a value that a field does not have by default."""
+    value = at(base(), name)
+    if isinstance(value, bool) or value is None:
+        return 3 if value is None else not value
+    return {int: 7, float: value * 2 + 0.125 if isinstance(value, float) else 0}.get(type(value), ("x",))
+
+
+@pytest.mark.parametrize("pattern", [*ADJUSTABLE, *MAY_CHANGE])
+def test_what_may_change_on_resuming_is_noted_with_its_update(pattern):
+    """Every field that the pattern stands for, one by one."""
+    found = [name for name in names(base()) if fnmatchcase(name, pattern) or name.startswith(pattern)]
+    found += [name for name in ADDED if fnmatchcase(name, pattern)]
+    assert found
+    for name in found:
+        config, value = base(), ADDED[name] if name in ADDED else another(name)
+        saved = config.to_dict()
+        with config.unlocked():
+            *sections, key = name.split(".")
+            tree = config
+            for section in sections:
+                if section not in tree:
+                    tree[section] = ConfigDict()
+                tree = tree[section]
+            if key in tree:
+                del tree[key]  # with its type
+            tree[key] = value
+        check_same_run(config, saved, "runs/a")
+        assert may_change(name) and list(differences(config, saved)) == [name]
+        if not name.startswith(MAY_CHANGE):
+            with pytest.raises(
+                UserError, match=f"^{name} is .*; set it back, or start another run with another --runs$"
+            ):
+                check_same_run(config, saved, "runs/a", flag="--runs", adjusts=False)
+
+
+def test_what_may_not_change_on_resuming_may_in_a_run_from_its_weights():
+    config = base()
+    saved = config.to_dict()
+    for name in names(base()):
+        if not may_change(name):
+            other = base().to_dict()
+            tree = other
+            *sections, key = name.split(".")
+            for section in sections:
+                tree = tree[section]
+            tree[key] = another(name)
+            with pytest.raises(UserError, match=rf"^{name} is .*, such as from this one's weights \(--from=runs/a\)$"):
+                check_same_run(ConfigDict(other), saved, "runs/a")
+    config.sampling.partial.prompts = 256
+    saved = config.to_dict()
+    config.training.old_logprobs = "recompute"
+    with pytest.raises(UserError, match=r"^training.old_logprobs is 'recompute' here and 'sampler' in the run in"):
+        check_same_run(config, saved, "runs/a")  # what it keeps of unfinished rollouts
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"learning_rate": 1e-3},
+        {"b1": 0.5, "b2": 0.5},
+        {"weight_decay": 0.1},
+        {"no_decay": ()},
+        {"max_grad_norm": math.inf},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_no_change_of_the_optimizer_shapes_its_state(change):
+    given = base().optimizer.to_dict()
+    assert all(f"optimizer.{name}" in ADJUSTABLE for name in change)
+    params = {"norm": jax.ShapeDtypeStruct((4,), np.float32), "embed": jax.ShapeDtypeStruct((8, 4), np.float32)}
+    before, after = (
+        jax.eval_shape(make_optimizer(total_updates=10, **each)[0].init, params) for each in (given, given | change)
+    )
+    assert jax.tree.structure(before) == jax.tree.structure(after)
+    assert jax.tree.leaves(before) == jax.tree.leaves(after)
+
+
+@pytest.mark.slow
+def test_hyper_parameters_change_together_and_every_change_is_noted(tmp_path, capsys):
+    """A KL is switched on, changed and switched off, and its reference is compared once it is on again."""
+    model, own = shutil.copytree(ROOT / "tests" / "golden" / "adder", tmp_path / "model"), tmp_path / "own.jsonl"
+    write_rows(own, range(8))
+    config = cli.load_config(f"{ROOT}/tests/pod_config.py")
+    config.update_from_flattened_dict(
+        {"model.folder": str(model), "data.data_dir": str(tmp_path / "data"), "iterations": 1, "eval.every": 100}
+    )
+    train(config, tmp_path / "run")
+    changed = {"optimizer.learning_rate": 5e-5, "optimizer.b1": 0.8, "optimizer.weight_decay": 0.1}
+    changed |= {"optimizer.no_decay": ("norm",), "optimizer.max_grad_norm": 0.5, "objective.gspo.low": 1e-3}
+    changed |= {"reference.kl_weight": 0.05, "reference.estimator": "k2", "overlong.penalty": 0.5}
+    changed |= {"routing.balance_weight": 0.01, "sampling.temperature": 0.9, "sampling.top_k": 50, "iterations": 2}
+    changed |= {"training.entropy_weight": 0.01, "training.old_logprobs": "recompute", "mismatch.correction": "tis"}
+    changed |= {"sampling.rounds": 2}
+    config.update_from_flattened_dict(changed)
+    config.benchmarks.own = benchmark(str(own), every=1, samples=4)
+    capsys.readouterr()
+    train(config, tmp_path / "run")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "optimizer.learning_rate 0.0001 → 5e-05 from update 3 on" in said
+    assert "reference.kl_weight 0.0 → 0.05 from update 3 on" in said and "is not what it was" not in said
+    noted = read_changes(tmp_path / "run")
+    fields = {change["field"] for change in noted}
+    assert fields == {*changed, *(f"benchmarks.own.{name}" for name in ("data", "every", "samples"))}
+    assert all((change["update"], change["iteration"]) == (3, 2) for change in noted)
+    first, last = read_metrics(tmp_path / "run")[1], read_metrics(tmp_path / "run")[-1]
+    assert last["actor/lr"] == pytest.approx(first["actor/lr"] / 2 * 4) and "reference/kl" not in first
+    assert {"reference/kl", "benchmark/own"} <= last.keys() and first.keys() < read_metrics(tmp_path / "run")[3].keys()
+
+    for kl_weight in (0.0, 0.1):
+        config.iterations, config.reference.kl_weight = config.iterations + 1, kl_weight
+        if kl_weight:
+            weights = model / "model.safetensors"
+            params, kept = load_file(weights), weights.read_bytes()
+            save_file(params | {"model.norm.weight": params["model.norm.weight"] * 2}, weights)
+            with pytest.raises(UserError, match=r"^the weights of the reference policy changed since the run in"):
+                train(config, tmp_path / "run")
+            weights.write_bytes(kept)
+        train(config, tmp_path / "run")
+    later = [
+        (change["field"], change["after"], change["update"]) for change in read_changes(tmp_path / "run")[len(noted) :]
+    ]
+    assert later == [
+        *(("iterations", 3, 5), ("reference.kl_weight", 0.0, 5)),
+        *(("iterations", 4, 7), ("reference.kl_weight", 0.1, 7)),
+    ]
+    record = describe(str(tmp_path / "run" / "checkpoints" / "4"))["run"]
+    assert record["changes"] == read_changes(tmp_path / "run")

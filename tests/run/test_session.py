@@ -83,11 +83,14 @@ def test_only_updates_skipped_in_a_row_end_the_run_and_the_first_bad_leaf_is_nam
     engine = SimpleNamespace(
         blame=lambda *given: (np.nan, {"policy": {"embed": 0, "head": 2, "norm": 1}, "critic": None})
     )
-    config = ConfigDict({"training": {"max_skipped": 3}})
-    run = SimpleNamespace(engine=engine, config=config, phases=None, skipped=0)
+    config = ConfigDict({"training": {"max_skipped": 3}, "optimizer": {"learning_rate": 1e-6}})
+    run = SimpleNamespace(engine=engine, config=config, phases=None, skipped=0, files=SimpleNamespace(name="runs/a"))
     watch = Watch(run)
     for skipped in (1, 1, 0, 1, 1):
         watch.updated(None, None, 0, {"update/skipped": skipped})
-    with pytest.raises(Diverged, match=r"^3 updates in a row were skipped \(.* not finite is policy\.head\)"):
+    with pytest.raises(
+        Diverged,
+        match=r"^3 updates in a row were skipped \(.* not finite is policy\.head\); .*=5e-07, or .*--from=runs/a",
+    ):
         watch.updated(None, None, 0, {"update/skipped": 1})
     watch.compiled.stop()

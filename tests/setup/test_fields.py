@@ -21,7 +21,7 @@ from gspo_jax.rollout.precision import Precision
 from gspo_jax.routing.replay import Replay
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.fields import at, names
-from gspo_jax.training.terms import KlEstimator
+from gspo_jax.training.terms import KlEstimator, TeacherForm
 
 TINY = str(Path(__file__).parents[2] / "configs/tiny.py")
 PLAIN, STEPS = (cli.load_config(TINY + arg).to_dict() for arg in ("", ":steps"))
@@ -89,8 +89,10 @@ def tiny_with(name: str, value: Any) -> ConfigDict:
     """Return configs/tiny.py with one field changed, whatever its type, and what makes the run use that field."""
     config = ConfigDict(STEPS if name.startswith("step_rewards") else PLAIN)
     head, *rest = name.split(".")
-    if head == "objective":
+    if head == "objective" and len(rest) == 2:
         config.objective.name = rest[0]
+    if name == "objective.turn_discount":
+        config.objective.name = "gspo_token"
     if head == "mismatch" and len(rest) == 2:
         config.mismatch.correction, config.training.old_logprobs = rest[0], "recompute"
     if name == "model.architecture.num_experts":
@@ -148,6 +150,7 @@ def test_every_range_is_that_of_a_field():
         "sampling.cache_dtype": CacheDtype,
         "routing.replay": Replay,
         "reference.estimator": KlEstimator,
+        "teacher.form": TeacherForm,
     }.items(),
 )
 def test_a_text_has_the_choices_of_its_type(name, kind):

@@ -1,5 +1,6 @@
 """The pool of keys and values that a chip's memory leaves room for."""
 
+import json
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 
 from gspo_jax import cli, engine
 from gspo_jax.errors import UserError
+from gspo_jax.models import huggingface
+from gspo_jax.models.published import find
 from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.sampling import StopRule
@@ -76,6 +79,19 @@ def test_one_response_that_does_not_fit():
         built("16k_whole", 57_500_000_000)
     shorter = {"sampling.max_response_length": 1024}
     assert pool_tokens(built("16k_whole", 57_500_000_000, shorter), 1024) == 1024
+
+
+def test_a_teacher_takes_its_room(tmp_path):
+    """61.1 GB in bfloat16 over eight chips, 31.2 in int8: as the pool has less, so the message says more."""
+    of_teacher = huggingface.config_json(find("Qwen3-30B-A3B"), np.dtype("float32"))
+    (tmp_path / "config.json").write_text(json.dumps(of_teacher))
+    taught = {"teacher.folder": str(tmp_path), "teacher.form": "full"}
+    with pytest.raises(UserError, match=r"weights, teacher, optimizer and prompts leave 1.0 of 65.2 GB; .* int8$"):
+        built("16k_whole", 65_200_000_000, taught)
+    small = taught | {"teacher.dtype": "int8"}
+    assert built("16k_whole", 65_200_000_000, small).sampler.decode_options(1024)["slots"] >= 8
+    with pytest.raises(UserError, match=r"teacher, optimizer and prompts leave 0.\d of 61.4 GB; lower it, or use more"):
+        built("16k_whole", 61_400_000_000, small)
 
 
 def test_where_little_is_left_one_response_is_tried():

@@ -17,7 +17,7 @@ from gspo_jax import drawing, report
 from gspo_jax.config import base
 from gspo_jax.errors import UserError
 from gspo_jax.folder.metrics import MetricsWriter
-from gspo_jax.folder.notes import write_config
+from gspo_jax.folder.notes import ORIGIN_FILE, note, write_changes, write_config
 from gspo_jax.folder.samples import SamplesWriter, make_samples
 from gspo_jax.objectives import catalogue
 from gspo_jax.studies import pages, panels, pictures, runs
@@ -323,6 +323,42 @@ def test_samples_show_special_tokens_and_short_rewards(tmp_path, undrawn):
     assert "<pre><b class=token>&lt;|user|&gt;</b>1 &lt; 2?<b class=token>&lt;|end|&gt;</b></pre>" in page
     assert "so  … " in page and "so <b class=token>&lt;|end|&gt;</b></pre>" in page  # the end of a long text is shown
     assert "<td class=n>0.3</td>" in page and "0.30000001" not in page and "<pre>&lt;y&gt;</pre>" in page
+
+
+def test_runs_without_verdicts_are_compared_by_their_held_out_reward(tmp_path):
+    """No number of theirs is called an accuracy, in text, table or picture."""
+    for name, gain in (("grpo", 0.0), ("gspo", 0.1)):
+        for seed in range(3):
+            run = _fake(tmp_path / f"{name}-{seed}", seed=seed, name=name)
+            lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            for line in lines:
+                if (accuracy := line.pop("eval/accuracy", None)) is not None:
+                    line |= {"eval/reward": 3 * accuracy + gain + seed / 1000, "eval/reward_stderr": 0.1}
+            (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    folders = [tmp_path / f"{name}-{seed}" for name in ("grpo", "gspo") for seed in range(3)]
+    made = report.report(folders, out=tmp_path / "out", table=tmp_path / "table.md")
+    assert made["verdicts"] == [
+        "Held-out reward of gspo less that of grpo: +0.100 [+0.100, +0.100] over 3 seeds, the same for each: it takes "
+        "more to know their spread."
+    ]
+    table, page = (tmp_path / "table.md").read_text(), (tmp_path / "out" / "report.html").read_text()
+    assert table.startswith("| runs | held-out reward |") and table.index("| gspo |") < table.index("| grpo |")
+    assert "ccuracy" not in table + re.sub(r"data:image/png;base64,[^\"]*", "", page)
+    assert 'alt="Held-out reward, Reward, ' in page
+
+
+def test_the_page_tells_where_a_run_began_and_what_changed(tmp_path, undrawn):
+    run = _fake(tmp_path / "run")
+    note(run, ORIGIN_FILE, folder="/runs/<a>", iteration=40, taken=["weights", "data"])
+    change = {"field": "optimizer.learning_rate", "before": 1e-6, "after": 5e-7, "update": 3, "iteration": 2}
+    write_changes(run, [change])
+    made = report.report([run])
+    page = Path(made["html"]).read_text(encoding="utf-8")
+    assert f"<p>{run} began from /runs/&lt;a&gt;@40: weights, data</p>" in page
+    assert f"<p>{run}: optimizer.learning_rate 1e-06 → 5e-07 from update 3 on</p>" in page
+    assert made["groups"][0]["runs"][0]["changes"] == [change]
+    write_changes(run, [])
+    assert "Where runs began" in page and not (run / "changes.json").exists()
 
 
 def _evaluated(run: Path, step: int, completions: list[str], *, reward: float) -> None:

@@ -263,7 +263,7 @@ def test_a_half_written_checkpoint_neither_passes_nor_stops_a_run(tmp_path):
     shapes, places = jax.eval_shape(lambda: saved), {"w": jax.sharding.SingleDeviceSharding(jax.devices()[0])}
     with contextlib.closing(Checkpointer(tmp_path / "whole", keep=2, keep_best=True)) as checkpointer:
         for step in (1, 2, 3):
-            checkpointer.save(step, saved, RUN, accuracy=1 / step)
+            checkpointer.save(step, saved, RUN, quality={"accuracy": 1 / step})
     names = [str(path.relative_to(tmp_path / "whole" / "3")) for path in files_of(tmp_path / "whole" / "3")]
     unsynced = [
         name for name in names if not name.endswith(("ocdbt", "_sharding", "_strings.json")) and "/d/" not in name
@@ -284,7 +284,7 @@ def test_a_half_written_checkpoint_neither_passes_nor_stops_a_run(tmp_path):
         assert found.step in ((2, 3) if step == 3 else (3,)), (some, how)
         np.testing.assert_array_equal(found.state["w"], saved["w"])
         with contextlib.closing(Checkpointer(folder, keep=2, keep_best=True)) as checkpointer:
-            checkpointer.save(found.step + 1, saved, RUN, accuracy=0.0)
+            checkpointer.save(found.step + 1, saved, RUN, quality={"accuracy": 0.0})
         assert steps(folder)[:2] == [found.step + 1, found.step], (some, how)
     assert fell_back >= len(many) + 3
 
@@ -295,7 +295,7 @@ def test_a_save_that_was_waited_for_is_on_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.add(os.fstat(descriptor).st_ino), fsync(descriptor)))
     with contextlib.closing(Checkpointer(tmp_path)) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(step, {"w": jnp.ones(3)}, RUN, accuracy=0.5)
+            checkpointer.save(step, {"w": jnp.ones(3)}, RUN, quality={"accuracy": 0.5})
             checkpointer.wait()
             written = (tmp_path, tmp_path / str(step), *(tmp_path / str(step)).rglob("*"))
             assert not [path for path in written if path.stat().st_ino not in synced]
@@ -391,10 +391,11 @@ def test_numbers_that_are_not_finite_are_never_saved(tmp_path):
     assert steps(tmp_path) == [1]
 
 
-def test_the_best_checkpoint_is_kept(tmp_path):
+@pytest.mark.parametrize("name", ["accuracy", "reward"])
+def test_the_best_checkpoint_is_kept(tmp_path, name):
     """Beside the newest; a process that starts again knows which one it was."""
-    for accuracies in ({1: 0.1, 2: 0.9, 3: None, 4: 0.5}, {5: 0.4, 6: None, 7: 0.3}):
+    for qualities in ({1: 0.1, 2: 0.9, 3: None, 4: 0.5}, {5: 0.4, 6: None, 7: 0.3}):
         with contextlib.closing(Checkpointer(tmp_path, keep=1, keep_best=True)) as checkpointer:
-            for step, accuracy in accuracies.items():
-                checkpointer.save(step, {"w": jnp.ones(3)}, RUN, accuracy=accuracy)
+            for step, x in qualities.items():
+                checkpointer.save(step, {"w": jnp.ones(3)}, RUN, quality=None if x is None else {name: x})
     assert steps(tmp_path) == [7, 2]

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import threading
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,16 @@ import pytest
 
 from gspo_jax import objectives
 from gspo_jax.errors import StopRequested
-from gspo_jax.objectives.advantages import gae, group_centered, group_steps, group_zscore, leave_one_out
+from gspo_jax.objectives.advantages import (
+    gae,
+    gdpo,
+    group_centered,
+    group_steps,
+    group_turns,
+    group_zscore,
+    leave_one_out,
+    max_rl,
+)
 from gspo_jax.objectives.mismatch import make_correction
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.progress import Progress
@@ -23,7 +33,7 @@ from gspo_jax.run.clock import Clock
 from gspo_jax.run.log import RunLog, opening_lines
 from gspo_jax.training.experience import make_experience
 from gspo_jax.training.packing import Packer
-from gspo_jax.training.shaping import Filter, Shaping, differ, fill_failures
+from gspo_jax.training.shaping import Filter, Shaping, differ
 from gspo_jax.types import Batch, OldPolicy, Rewards, Rollout, RouterRecord
 from tests.tiny import dealt
 
@@ -55,11 +65,13 @@ def rollout(tag: int = 0) -> Rollout:
     )
 
 
-def learn_from(name: str, rewards: Rewards, old: OldPolicy, correction=None, kl_in_reward: float = 0.0):
+def learn_from(name: str, rewards: Rewards, old: OldPolicy, correction=None, kl_in_reward: float = 0.0, **changes):
     """Return what is learned from, in the order of the batch, computed in places of two mini-batches."""
     make = make_experience(group_size=G, correction=correction, kl_in_reward=kl_in_reward)
     packing = Packer(group_size=G, minibatches=2, shards=1, row_lengths=(20,))(LENGTHS, np.full(B, 2))
-    made = jax.device_get(make(objectives.make(name), dealt(Batch(rollout=rollout(), old=old), packing), rewards))
+    played = dataclasses.replace(rollout(), action_mask=changes.pop("sampled", MASK))
+    objective = dataclasses.replace(objectives.make(name), **changes)
+    made = jax.device_get(make(objective, dealt(Batch(rollout=played, old=old), packing), rewards))
     names = ("mask", "advantages", "returns", "correction")
     return Batch(rollout=made.rollout, **{name: packing.in_order(getattr(made, name)) for name in names})
 
@@ -85,6 +97,30 @@ def test_step_rewards_are_added_to_the_advantage_of_the_response():
     np.testing.assert_allclose(found.advantages[0] - outcome[0], [0.57735, 0.57735, -0.57735, -0.57735, 0], atol=1e-4)
     np.testing.assert_allclose(found.advantages[1] - outcome[1], [-0.57735, 0, 0, 0, 0], atol=1e-4)
     np.testing.assert_array_equal(found.advantages[2:], np.zeros((2, T)) + outcome[2:])
+
+
+def test_turns_have_returns_of_their_own():
+    """The first response has two turns; what lies between them, and the order of the places, changes nothing."""
+    sampled = MASK.copy()
+    sampled[0, 2] = False
+    of_tokens = RNG.normal(size=(B, T)).astype(np.float32)
+    rewards = Rewards(total=TOTAL, learn=np.ones(B, bool), of_steps=of_tokens, steps=of_tokens != 0)
+    found = learn_from("gspo_token", rewards, OldPolicy(OLD), turn_discount=0.5, sampled=sampled)
+    want = group_turns(of_tokens, TOTAL, sampled, group_size=G, discount=0.5)
+    np.testing.assert_allclose(found.advantages, want, rtol=1e-6)
+    np.testing.assert_array_equal(found.advantages[0, 3:], 0, err_msg="the group's only second turn")
+    assert np.abs(found.advantages[:2, 0]).min() > 0.1
+    plain = learn_from("gspo_token", Rewards(total=TOTAL, learn=np.ones(B, bool)), OldPolicy(OLD), turn_discount=1.0)
+    outcome = np.asarray(group_zscore(TOTAL, group_size=G))[:, None]
+    np.testing.assert_array_equal(plain.advantages, np.where(MASK, outcome, 0), err_msg="one turn, as without turns")
+
+
+def test_rewards_are_compared_one_by_one_where_the_advantage_takes_them_so():
+    by_name = {"right": TOTAL, "short": np.array([0, 1, 5, nan], np.float32)}
+    given = {"advantage": partial(gdpo, weights={"right": 1.0, "short": 0.5}), "by_reward": True}
+    found = learn_from("gspo", Rewards(total=TOTAL, learn=np.ones(B, bool), by_name=by_name), OldPolicy(OLD), **given)
+    want = gdpo(by_name, weights={"right": 1.0, "short": 0.5}, group_size=G)
+    np.testing.assert_allclose(found.advantages, want, rtol=1e-6)
 
 
 def test_a_critic_s_advantages_returns_and_kl_in_the_reward():
@@ -115,6 +151,8 @@ def test_a_correction_weighs_the_trainer_against_the_sampler():
 # --- rounds ---------------------------------------------------------------------------------------
 
 
+UNEQUAL = np.zeros((B, T), np.float32)
+UNEQUAL[0, 1] = 1
 SHAPING = Shaping(group_size=G, limit=T, penalty=0.0, cache=0, drop_truncated=False)
 
 
@@ -172,7 +210,7 @@ class Slow:
     def __init__(self, result):
         self.result, self.finish = result, threading.Event()
 
-    def score_here(self, prompts, completions, records) -> Scores:
+    def score_here(self, prompts, completions, records, lost=None) -> Scores:
         assert self.finish.wait(20.0)
         if isinstance(self.result, BaseException):
             raise self.result
@@ -227,7 +265,6 @@ def test_steps_are_rewarded_where_the_policy_ends_them():
     np.testing.assert_array_equal(rewards.steps, rewards.of_steps != 0)
     assert rewards.learn.tolist() == [True, True, True, False] and np.isnan(rewards.total[-1])
     assert rewards.by_name.keys() == {"right", "halves"}
-    assert scorer.without_steps.score(dataclasses.replace(a_round(0, [0] * B), rewards=None)).of_steps is None
 
 
 def test_groups_without_contrast_are_replaced():
@@ -291,7 +328,7 @@ TWO_STEPS = ONE_STEP + np.eye(1, T, 4, dtype=np.float32) * 0.5 * np.eye(B, 1, dt
         # Responses cut off at the limit carry no gradient, whatever their advantages.
         ({"drop_truncated": True}, {"total": [0, 1, 0, 1], "truncated": [0, 0, 1, 1]}, [True, False]),
         ({"drop_truncated": True}, {"total": [0, 1, 0, 1], "truncated": [0, 1, 0, 0]}, [True, True]),
-        # One of two without a score: the mean in its place is the other's reward.
+        # One of two without a score: the other has no one to be compared with.
         ({}, {"total": [1, nan, nan, nan]}, [False, False]),
         ({}, {"total": [nan] * 4}, [False, False]),
         # Two equal step rewards of the first group have no spread; with a third there is one.
@@ -304,6 +341,8 @@ TWO_STEPS = ONE_STEP + np.eye(1, T, 4, dtype=np.float32) * 0.5 * np.eye(B, 1, dt
         ({"reward": "right"}, {"total": [0, 0.1, 1, 1.1], "by_name": {"right": [0, 0, 1, 0]}}, [False, True]),
         # Scores that differ while the rewards do not, as with weight 0, teach nothing.
         ({"reward": "right"}, {"total": [1] * 4, "by_name": {"right": [0, 1, 1, 0]}}, [False, False]),
+        # Turns: equal outcomes, but rewards of tokens differ in the first group.
+        ({"name": "gspo_token", "turn_discount": 1.0}, {"total": [1, 1, 0, 0], "of_steps": UNEQUAL}, [True, False]),
         # The second group is of a source that the reward does not score.
         ({"reward": "right"}, {"total": [0, 1, 0, 1], "by_name": {"right": [1, nan, nan, nan]}}, [False, True]),
     ],
@@ -311,13 +350,14 @@ TWO_STEPS = ONE_STEP + np.eye(1, T, 4, dtype=np.float32) * 0.5 * np.eye(B, 1, dt
 def test_dynamic_sampling_keeps_groups_whose_advantages_differ(settings, rewards, expected):
     settings = {"name": "gspo", "reward": ""} | settings
     name, reward = settings.pop("name"), settings.pop("reward")
+    objective = dataclasses.replace(objectives.make(name), turn_discount=settings.pop("turn_discount", None))
     shaping = dataclasses.replace(SHAPING, **settings)
     columns = {key: np.array(rewards[key]) for key in ("of_steps", "steps") if key in rewards}
     if "by_name" in rewards:
         columns["by_name"] = {key: np.array(x, np.float32) for key, x in rewards["by_name"].items()}
     truncated = np.array(rewards.get("truncated", [0] * B), bool)
     batch = dataclasses.replace(a_round(0, rewards["total"], **columns), truncated=truncated)
-    kept = Filter(objective=objectives.make(name), shaping=shaping, reward=reward)
+    kept = Filter(objective=objective, shaping=shaping, reward=reward)
     assert kept.keeps(batch).tolist() == expected
 
 
@@ -388,11 +428,13 @@ def test_what_rounding_gates_is_warned_of_once(gated, stale, recomputed, says):
     assert stream.getvalue().count("warning: ") == bool(says) and says in stream.getvalue()
 
 
-def test_a_response_that_could_not_be_scored_gets_its_groups_mean():
-    rewards = np.array([1.0, np.nan, 0.0, np.nan, np.nan, np.nan], np.float32)
-    np.testing.assert_array_equal(fill_failures(rewards, group_size=3), [1.0, 0.5, 0.0, 0.0, 0.0, 0.0])
-    with pytest.raises(RuntimeError, match="none of the batch's responses"):
-        fill_failures(np.full(4, np.nan, np.float32), group_size=2)
+def test_an_unscored_response_leaves_the_baseline_and_a_batch_without_any_score_is_an_error():
+    batch = a_round(0, [1, nan, 0.5, 0])
+    total = SHAPING.rewards(batch).total
+    np.testing.assert_array_equal(total, [1, nan, 0.5, 0])
+    np.testing.assert_allclose(group_centered(total, group_size=4), [0.5, 0, 0, -0.5], atol=1e-7)
+    with pytest.raises(RuntimeError, match="none of the batch's responses could be scored; check the reward"):
+        SHAPING.rewards(a_round(0, [nan] * B))
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
@@ -408,5 +450,5 @@ def test_equal_rewards_stay_equal_when_one_response_of_the_group_fails(reward, p
             earned = Rewards(total=total, learn=np.isfinite(total))
             batch = dataclasses.replace(only, lengths=lengths, truncated=lengths == 0, rewards=earned)
             rewards = shaping.rewards(batch).total
-            for advantage in (group_zscore, group_centered, leave_one_out):
+            for advantage in (group_zscore, group_centered, leave_one_out, max_rl):
                 assert not np.any(advantage(rewards, group_size=G)), (G, failed)

@@ -403,7 +403,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(bad, whole
 
 
 def test_the_blame_for_a_skipped_update_counts_what_is_not_finite_in_each_leaf():
-    def gradient(objective, state, frozen, experience, index):
+    def gradient(objective, state, frozen, experience, index, teacher):
         policy, critic = {"a": jnp.array([jnp.nan, 1, jnp.inf]), "b": jnp.ones(3)}, None
         return (policy, critic), {"actor/loss": jnp.nan * index}
 
@@ -431,7 +431,7 @@ def test_batches_with_nothing_to_learn_from_are_finite_and_counted():
         rollout = dataclasses.replace(silent, logprobs=logprobs, behaviour_logprobs=logprobs, routes=routes)
         lengths, none = mask.sum(axis=1), np.zeros(B, int)
         counts = {"lengths": lengths, "drawn": lengths, "turns": none + 1, "stale_tokens": none}
-        rewards = Rewards(total=total, learn=np.isfinite(total))
+        rewards = Rewards(total=total, learn=np.isfinite(total), by_name={"exact_answer": total})
         old, packing = OldPolicy(logprobs), packed(rollout, group_size=G, minibatches=2)
         scored = Batch(rollout=rollout, old=old, truncated=truncated, rewards=rewards, **counts)
         found = jax.device_get(experience(objectives.gspo(), dealt(scored, packing), shaping.rewards(scored)))

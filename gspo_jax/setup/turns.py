@@ -1,0 +1,101 @@
+"""An environment on token ids: turns to text, replies to tokens."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from gspo_jax.calls.outcomes import Outcome, mapped
+from gspo_jax.data.records import Record
+from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.errors import UserError
+from gspo_jax.rewards.replies import Replies, Reply
+from gspo_jax.rewards.replies import TurnOver as Said
+from gspo_jax.rollout.episodes import Answer, TurnOver
+
+Encode = Callable[[Record], list[int]]
+"""A record's prompt -> token ids."""
+_NO_ANSWER = Answer(None, failed=True)
+
+
+class TokenTurns:
+    """`rollout.episodes.Environment` of `Replies` and a tokenizer."""
+
+    def __init__(self, replies: Replies, tokenizer: Tokenizer, encode: Encode, max_prompt_length: int) -> None:
+        """Wrap an environment. `encode` is for prompts that it writes, of at most `max_prompt_length` tokens."""
+        self._replies, self._tokenizer, self._encode, self._longest = replies, tokenizer, encode, max_prompt_length
+        self.asks_last = replies.is_object
+        self._told: list[tuple[Said, Outcome[Any]]] = []
+        self._tools = None if replies.tools is None else replies.tools.schemas
+
+    def open(self, turns: Sequence[TurnOver]) -> list[tuple[list[int] | None, bool]]:
+        """Let the environment begin episodes; see `Environment`."""
+        if not self._replies.opens:
+            return [(None, False)] * len(turns)
+        pending = [self._replies.open(turn.id, turn.record) for turn in turns]
+        self._replies.wait(pending)
+        outcomes = [self._opened(turn, each.result()) for turn, each in zip(turns, pending, strict=True)]
+        self._replies.told([self._said(turn) for turn in turns], outcomes)
+        return [(outcome.value, outcome.error is not None) for outcome in outcomes]
+
+    def begin(self, turns: Sequence[TurnOver]) -> "list[Future[Answer]]":
+        """Begin to answer turns; see `Environment`."""
+        return [self._begin(turn, self._said(turn)) for turn in turns]
+
+    def wait(self, pending: "Sequence[Future[Answer]]", *, within_s: float = math.inf) -> None:
+        """Wait for answers, and check what has failed; see `Environment`."""
+        self._replies.wait(pending, until=time.monotonic() + within_s)
+        told, self._told = self._told, []
+        self._replies.told([said for said, _ in told], [outcome for _, outcome in told])
+
+    def finish(self, ids: Sequence[bytes]) -> None:
+        """Close environments; see `Environment`."""
+        self._replies.finish(ids)
+
+    def _said(self, turn: TurnOver) -> Said:
+        decode = self._tokenizer.decode
+        return Said(turn.id, turn.text, turn.record, decode(turn.tokens), tuple(map(decode, turn.turns)))
+
+    def _begin(self, turn: TurnOver, said: Said) -> "Future[Answer]":
+        def answered(outcome: Outcome[Reply]) -> Answer:
+            try:
+                answer = self._answer(outcome, turn.tokens[-1])
+            except UserError as error:  # a reply that the chat template rejects
+                outcome, answer = Outcome(None, str(error), cause=str(error)), _NO_ANSWER
+            self._told.append((said, outcome))
+            return answer
+
+        return mapped(self._replies.begin(said), answered)
+
+    def _answer(self, outcome: Outcome[Reply], last: int) -> Answer:
+        reply = outcome.value
+        if reply is None or reply.failed:
+            return _NO_ANSWER
+        reward = math.nan if reply.reward is None else reply.reward
+        return Answer(None if reply.said is None else self._tokens(reply.said, last), reward)
+
+    def _tokens(self, said: Any, last: int) -> list[int]:
+        tokenizer = self._tokenizer
+        if not isinstance(said, str):
+            return tokenizer.reply(said, ended=last, tools=self._tools)
+        if last in tokenizer.eos_ids:
+            return tokenizer.reply([{"role": "user", "content": said}], ended=last, tools=self._tools)
+        # After one of sampling.stop_ids, e.g. the end of an expression, the reply is inserted as it is.
+        return tokenizer.encode(tokenizer.guard(said, "tool"))
+
+    def _opened(self, turn: TurnOver, outcome: Outcome[Any]) -> Outcome[list[int]]:
+        """Return the prompt that the environment writes, if any, with an error where it cannot be one."""
+        said = outcome.value
+        if outcome.error is not None or said is None:
+            return outcome
+        own = {"question": said} if isinstance(said, str) else {"messages": said}
+        try:
+            tokens = self._encode({**turn.record, "messages": None} | own)
+        except (UserError, TypeError, KeyError, ValueError) as error:
+            cause = f"reset returned no prompt: {error}"
+            return Outcome(None, cause, cause=cause)
+        if len(tokens) > self._longest:
+            cause = f"reset returned a prompt longer than data.max_prompt_length, {self._longest} tokens"
+            return Outcome(None, cause, cause=cause)
+        return Outcome(tokens)
