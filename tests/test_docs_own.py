@@ -23,9 +23,11 @@ from gspo_jax.folder.metrics import read_metrics
 from gspo_jax.folder.notes import read_config
 from gspo_jax.folder.samples import read_samples
 from gspo_jax.models import huggingface, transformer
+from gspo_jax.rollout.episodes import TurnOver
 from gspo_jax.setup import data, players
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.fields import at
+from gspo_jax.setup.turns import TokenTurns
 from tests.trainings import parse
 
 ROOT = Path(__file__).parents[1]
@@ -223,8 +225,10 @@ def _comparing(config: ConfigDict) -> None:
 def _reply(config: ConfigDict) -> None:
     """Have the config's environment reply to the end of a turn."""
     tokenizer = Tokenizer.load(ADDER)
+    over = TurnOver(b"0", "1+1=?", {"answer": "2"}, [tokenizer.eos_ids[0]], [[tokenizer.eos_ids[0]]])
     with players.make_replies(config) as replies:
-        players.on_tokens(replies, tokenizer)(["1+1=?"], [[tokenizer.eos_ids[0]]], [{"answer": "2"}])
+        turns = TokenTurns(replies, tokenizer, tokenizer.encode, 64)
+        turns.wait(turns.begin([over]))
 
 
 def _read(config: ConfigDict) -> None:

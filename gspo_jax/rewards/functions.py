@@ -48,7 +48,7 @@ def exact_answer(prompt: str, completion: str, record: Record) -> float:
 def environment(prompt: str, completion: str, record: Record) -> float:
     """Return the sum of the rewards that the environment's object gave to an episode's turns, 0 if it gave none."""
     del prompt, completion
-    return sum(reward for _, reward in record[EPISODE])
+    return sum(reward for _, reward in record.get(EPISODE, ()))
 
 
 def answer_format(prompt: str, completion: str, record: Record) -> float:

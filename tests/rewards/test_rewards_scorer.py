@@ -169,7 +169,7 @@ def test_without_functions_all_rewards_are_0():
     [
         ({"exact_anwser": 1.0}, {}, "no reward 'exact_anwser'; did you mean 'exact_answer'"),
         ({"math_verfy": 1.0}, {}, "did you mean 'math_verify'"),
-        ({"zzz": 1.0}, {}, "there are answer_format, countdown, exact_answer, math_verify"),
+        ({"zzz": 1.0}, {}, "there are answer_format, countdown, environment, exact_answer, math_verify"),
         ({"final_answer": 1.0}, {}, "no reward 'final_answer'"),  # an importable function, but no reward
         ({"answer_format": math.nan}, {}, "weight nan of reward 'answer_format' is not finite"),
         (
