@@ -463,8 +463,8 @@ class BrokenWatch:
         if failures:
             causes = collections.Counter(redacted(str(o.failed_by)) for o in failures)
             most = ", ".join(f"{cause} ({times} x)" for cause, times in causes.most_common(3))
-            traces = [redacted(str(o.error)) for o in failures if o.raised]
-            first = f"; the first error:\n{traces[0]}" if traces else ""
+            told = [redacted(str(o.error)) for o in failures if o.raised or o.error not in causes]
+            first = f"; the first error: {told[0]}" if told else ""
             logging.warning("%s failed on %d of %d completions: %s%s", what, len(failures), count, most, first)
 
 
