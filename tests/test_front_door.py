@@ -152,5 +152,5 @@ def test_only_training_goes_on_with_other_hyper_parameters(tmp_path):
     assert cli.read_config(words).sampling.temperature == 0.5
     values = flags.FlagValues()
     flags.DEFINE_string("workdir", None, "", flag_values=values)
-    with pytest.raises(UserError, match=r"^sampling.temperature is 0.5 here and 1.0 in the run in .* another --workdir$"):
+    with pytest.raises(UserError, match=r"^sampling.temperature is 0.5 here and 1.0 in .* with another --workdir$"):
         cli._parse(["", *words], values, needs_config=True, trains=False)
