@@ -60,7 +60,7 @@ COMMANDS: dict[str, Command] = {
         (
             "--config=tiny --workdir=runs/tiny",
             "--config=tiny --config.objective.name=grpo --config.seed=1 --workdir=runs/grpo",
-            "--config=tiny --from=runs/tiny@60 --workdir=runs/slower --config.optimizer.learning_rate=5e-5",
+            "--config=tiny --from=runs/tiny@80 --workdir=runs/slower --config.optimizer.learning_rate=5e-5",
         ),
         (
             _WORKDIR._replace(help="run folder, or gs://BUCKET/RUN; a run in it is resumed"),
