@@ -70,9 +70,7 @@ def define(name: str) -> None:
             flags.DEFINE_string(flag.name, flag.default, flag.help, required=flag.required)
 
 
-def _run(
-    start: Callable[[], int | None], name: str, *, needs_config: bool, fallback: Fallback | None = None
-) -> None:
+def _run(start: Callable[[], int | None], name: str, *, needs_config: bool, fallback: Fallback | None = None) -> None:
     define(name)
     logging.use_absl_handler()  # removes an import's handler of sys.stderr, which is wrapped next
     shell.keep_streams()

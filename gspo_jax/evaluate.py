@@ -22,13 +22,14 @@ def evaluate_folder(config: ConfigDict, workdir: str | Path, *, keep: str | Path
 
     `keep` is a new file for all responses with their rewards, JSON Lines (measuring/completions.py).
     """
-    with open_policy(config, workdir) as opened, completions.new_file(keep) as add:
+    with open_policy(config, workdir) as opened:
         batches = data.held_out_prompts(config, opened.tokenizer, data.load_records(config, "test"))
         _, name = opened.load()
         key, correct = keys.eval_key(keys.run_key(config)), data.correct_for(config)
         scorer = opened.scorer.without_steps
-        options = {"correct": correct, "tokenizer": opened.tokenizer, "keep": None if keep is None else add}
-        result = held_out.evaluate(opened.player, batches, scorer, key, **options)
+        with completions.new_file(keep) as add:
+            options = {"correct": correct, "tokenizer": opened.tokenizer, "keep": None if keep is None else add}
+            result = held_out.evaluate(opened.player, batches, scorer, key, **options)
     print(f"{name}: {result}")
     return result
 
