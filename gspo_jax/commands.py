@@ -144,7 +144,9 @@ COMMANDS: dict[str, Command] = {
         (
             _WORKDIR._replace(required=False),
             Flag("model", "Hugging Face folder, instead of a run", metavar="DIR"),
-            Flag("step", "iteration of the run's checkpoint, 0: its first policy; the newest by default", int, low=0),
+            Flag(
+                "step", "iteration of a checkpoint, 0: the first policy; the newest by default", int, metavar="N", low=0
+            ),
             Flag("prompt", "question to answer; without it and --in, a chat", metavar="TEXT"),
             Flag("in", "rows to answer, in the forms of training rows", metavar="FILE"),
             Flag("out", "new file for the responses, JSON Lines", metavar="FILE"),

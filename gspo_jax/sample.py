@@ -59,7 +59,9 @@ def open(folder: str | Path, step: int | None = None, *, config: ConfigDict | No
     if config is None:
         config = same.of_folder(folder) if is_run else folder_config(folder)
     if config is None:
-        raise UserError(f"{folder} has no config.json; give a run folder or a Hugging Face folder")
+        raise UserError(
+            f"{folder} has no config.json; give a run or a Hugging Face folder, or a bucket's run its config"
+        )
     if not is_run and step is not None:
         raise UserError(f"step is {step}, and {folder} is a model without iterations; leave it out")
     cli.prepare(config)
@@ -75,8 +77,10 @@ def _no_scorer() -> Scorer:
 
 
 def folder_config(folder: str | Path) -> ConfigDict:
-    """Return a config for a Hugging Face folder: the defaults, and at most half of the model's positions each for
-    prompt and response. Raises UserError if the folder has no such model.
+    """Return the default config for a Hugging Face folder, with at most half of its positions for a response.
+
+    Raises:
+      UserError: the folder has no model of a known family.
     """
     model, config = huggingface.read_config(Path(folder)), base()
     config.cpu_devices = 1
