@@ -10,6 +10,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from gspo_jax import cli
+from gspo_jax.errors import UserError
 from gspo_jax.measuring import held_out, published
 from gspo_jax.measuring.held_out import Evaluation
 from gspo_jax.measuring.opened import open_policy
@@ -17,7 +18,16 @@ from gspo_jax.setup import data, keys
 
 
 def evaluate_folder(config: ConfigDict, workdir: str | Path) -> Evaluation:
-    """Evaluate a run's newest checkpoint, or its initial policy without one."""
+    """Evaluate a run's newest checkpoint, or its initial policy without one.
+
+    Raises:
+      UserError: no reward decides which responses are correct, or as `open_policy`.
+    """
+    if not config.eval.correct:
+        raise UserError(
+            "eval.correct is empty, so that no response is correct or wrong; give a reward, such as "
+            "--config.rewards.exact_answer=0 --config.eval.correct=exact_answer"
+        )
     with open_policy(config, workdir) as opened:
         batches = data.held_out_prompts(config, opened.tokenizer, data.load_records(config, "test"))
         _, name = opened.load()
