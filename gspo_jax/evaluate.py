@@ -21,7 +21,15 @@ def evaluate_folder(config: ConfigDict, workdir: str | Path, *, keep: str | Path
     """Evaluate a run's newest checkpoint, or its initial policy without one.
 
     `keep` is a new file for all responses with their rewards, JSON Lines (measuring/completions.py).
+
+    Raises:
+      UserError: there are no rewards, or as `open_policy`.
     """
+    if not config.rewards:
+        raise UserError(
+            "the run has no rewards, so that nothing can be evaluated; give one, such as "
+            "--config.rewards.exact_answer=0 --config.eval.correct=exact_answer"
+        )
     with open_policy(config, workdir) as opened:
         batches = data.held_out_prompts(config, opened.tokenizer, data.load_records(config, "test"))
         _, name = opened.load()
