@@ -373,7 +373,12 @@ def find(
     others = [name for name in names if name not in (*found.programs, *functions.__all__, *own, *askers)]
     if others:  # slow to import
         there = importlib.import_module("gspo_jax.rewards.isolated")
-        check_names("reward", others, [*functions.__all__, *there.__all__, *code.__all__, *askers, *own])
+        check_names("reward", others, [*functions.__all__, *there.__all__, *code.__all__, *served.NAMES, *own])
+        if asks := [name for name in others if name in served.NAMES]:
+            raise UserError(
+                f"the reward {asks[0]!r} asks the server of a config's {asks[0]}.url, and there is no config here; "
+                "evaluate a run with it, or give a function of yours"
+            )
     for name in names:
         if name in found.programs:
             continue

@@ -73,7 +73,7 @@ def test_a_run_without_rewards_resumes_with_the_same_teacher_alone(data, blurred
 
 
 def test_what_has_no_reward_is_not_evaluated(data, blurred, tmp_path):
-    with pytest.raises(UserError, match=r"^eval.correct is empty, so that no response is correct or wrong; give a rew"):
+    with pytest.raises(UserError, match=r"^the run has no rewards, so that nothing can be evaluated; give one"):
         evaluate.evaluate_folder(settings(data, blurred, teacher__form="full"), tmp_path)
 
 
