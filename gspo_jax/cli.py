@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from logging import Formatter, LogRecord
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from gspo_jax.errors import Diverged, ScoringFailed, UserError, fault
 from gspo_jax.folder import storage
 from gspo_jax.folder.notes import existing_folder
 from gspo_jax.parallel import compilation, processes
+from gspo_jax.secrets import redacted
 from gspo_jax.setup import same
 from gspo_jax.setup.fields import NAMED, TYPES, at, check_fields, names, no_field
 
@@ -77,12 +79,17 @@ def _run(start: Callable[[], int | None], name: str, *, needs_config: bool, fall
     shell.keep_streams()
     signals.in_order()
     references.refuse_exits()
+    sys.excepthook = _say_without_secrets
     app.run(
         lambda _: _guarded(start),
         flags_parser=lambda argv: _guarded(
             lambda: _parse(argv, flags.FLAGS, needs_config=needs_config, trains=name == "train", fallback=fallback)
         ),
     )
+
+
+def _say_without_secrets(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.stderr.write(redacted("".join(traceback.format_exception(kind, error, trace))))
 
 
 def read_config(words: Sequence[str]) -> ConfigDict:

@@ -60,7 +60,7 @@ COMMANDS: dict[str, Command] = {
         (
             "--config=tiny --workdir=runs/tiny",
             "--config=tiny --config.objective.name=grpo --config.seed=1 --workdir=runs/grpo",
-            "--config=tiny --from=runs/tiny@60 --workdir=runs/slower --config.optimizer.learning_rate=5e-5",
+            "--config=tiny --from=runs/tiny@80 --workdir=runs/slower --config.optimizer.learning_rate=5e-5",
         ),
         (
             _WORKDIR._replace(help="run folder, or gs://BUCKET/RUN; a run in it is resumed"),
@@ -70,7 +70,12 @@ COMMANDS: dict[str, Command] = {
                 "--config, with the config of that run's newest start",
                 metavar="RUN[@STEP]",
             ),
-            Flag("from_parts", "with --from: what to take; all of it that fits by default", list, metavar="weights,…"),
+            Flag(
+                "from_parts",
+                "with --from: what to take, of weights, moments and data; all that fits by default",
+                list,
+                metavar="PART,…",
+            ),
             Flag("start_over", "begin again if the run's checkpoints are gone or damaged", bool, False),
             Flag("check_for", "only check the config, for so many devices; 0: for any number", int, metavar="N", low=0),
             _JSON._replace(help="also write first and last evaluation, and counts of compiled programs, to this file"),
@@ -139,7 +144,9 @@ COMMANDS: dict[str, Command] = {
         (
             _WORKDIR._replace(required=False),
             Flag("model", "Hugging Face folder, instead of a run", metavar="DIR"),
-            Flag("step", "iteration of the run's checkpoint, 0: its first policy; the newest by default", int, low=0),
+            Flag(
+                "step", "iteration of a checkpoint, 0: the first policy; the newest by default", int, metavar="N", low=0
+            ),
             Flag("prompt", "question to answer; without it and --in, a chat", metavar="TEXT"),
             Flag("in", "rows to answer, in the forms of training rows", metavar="FILE"),
             Flag("out", "new file for the responses, JSON Lines", metavar="FILE"),

@@ -9,11 +9,10 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
-from gspo_jax import objectives
+from gspo_jax import objectives, tool_calls
 from gspo_jax.data.templates import CLOCK
 from gspo_jax.objectives import advantages, mismatch
 from gspo_jax.rollout.drafts import MOST, Drafter
-from gspo_jax.tool_calls import FORMATS
 
 
 def base() -> ConfigDict:
@@ -136,8 +135,7 @@ def base() -> ConfigDict:
     config.environment = ConfigDict()  # episodes of several turns
     config.environment.name = ""  # replies to turns, e.g. "countdown_feedback". Empty: one turn, no replies
     config.environment.turns = 2  # maximum turns of the policy per episode
-    # Format of tool calls: "hermes", "qwen3_coder" or "glm". Empty: as the model's chat template writes them.
-    config.environment.tool_format = ""
+    config.environment.tool_format = ""  # of tool calls: hermes, qwen3_coder or glm. Empty: as the chat template has it
     # Partial rollouts: seconds that a sampling call waits for replies. Episodes without one wait while others go on.
     config.environment.patience_s = 1.0
 
@@ -422,7 +420,7 @@ RANGES = {
     "sampling.partial.share": FRACTION_ABOVE_0,
     "sampling.rounds": COUNT,
     "environment.turns": COUNT,
-    "environment.tool_format": _one_of("", *FORMATS),
+    "environment.tool_format": _one_of(*tool_calls.FORMATS, "", note=" for the chat template's"),
     "environment.patience_s": NOT_NEGATIVE,
     "scoring.timeout_s": POSITIVE,
     "scoring.workers": HOST_LIMIT,

@@ -73,6 +73,7 @@ class Engine:
     reference: nnx.State | None = None
     """None without a KL to the reference policy."""
     teacher: Teacher | None = None
+    """Static part of the teacher, if any."""
     teacher_params: nnx.State | None = None
     """None without a teacher."""
 

@@ -21,13 +21,22 @@ def evaluate_folder(config: ConfigDict, workdir: str | Path, *, keep: str | Path
     """Evaluate a run's newest checkpoint, or its initial policy without one.
 
     `keep` is a new file for all responses with their rewards, JSON Lines (measuring/completions.py).
+
+    Raises:
+      UserError: there are no rewards, or as `open_policy`.
     """
-    with open_policy(config, workdir) as opened, completions.new_file(keep) as add:
+    if not config.rewards:
+        raise UserError(
+            "the run has no rewards, so that nothing can be evaluated; give one, such as "
+            "--config.rewards.exact_answer=0 --config.eval.correct=exact_answer"
+        )
+    with open_policy(config, workdir) as opened:
         batches = data.held_out_prompts(config, opened.tokenizer, data.load_records(config, "test"))
         _, name = opened.load()
         key, correct = keys.eval_key(keys.run_key(config)), data.correct_for(config)
-        options = {"correct": correct, "tokenizer": opened.tokenizer, "keep": None if keep is None else add}
-        result = held_out.evaluate(opened.player, batches, opened.scorer, key, **options)
+        with completions.new_file(keep) as add:
+            options = {"correct": correct, "tokenizer": opened.tokenizer, "keep": None if keep is None else add}
+            result = held_out.evaluate(opened.player, batches, opened.scorer, key, **options)
     print(f"{name}: {result}")
     if result.accuracy is None:
         print("; ".join(f"{own} {x:.3f} ± {result.scores_stderr[own]:.3f}" for own, x in result.scores.items()))

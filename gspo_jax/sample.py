@@ -7,19 +7,19 @@
 Prompts are under the run's chat template, system prompt, examples and instruction, and responses from its sampler, with
 its environment, as in an evaluation. Each line of `--out` is a response: the row's fields, `prompt` (the text that the
 model saw), `completion`, `sample`, `finish` (eos or length), `tokens` (their number), and on request `reward` and
-`scores`, `token_ids`, `logprobs` and `routes`. A row that cannot be asked has one line, with the reason as `error`.
+`scores`, `token_ids`, `logprobs` and `routes`.
 """
 
 import collections
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from absl import flags
+from absl import flags, logging
 from ml_collections import ConfigDict
 from rich.console import Console
 
@@ -59,7 +59,9 @@ def open(folder: str | Path, step: int | None = None, *, config: ConfigDict | No
     if config is None:
         config = same.of_folder(folder) if is_run else folder_config(folder)
     if config is None:
-        raise UserError(f"{folder} has no config.json; give a run folder or a Hugging Face folder")
+        raise UserError(
+            f"{folder} has no config.json; give a run or a Hugging Face folder, or a bucket's run its config"
+        )
     if not is_run and step is not None:
         raise UserError(f"step is {step}, and {folder} is a model without iterations; leave it out")
     cli.prepare(config)
@@ -75,8 +77,10 @@ def _no_scorer() -> Scorer:
 
 
 def folder_config(folder: str | Path) -> ConfigDict:
-    """Return a config for a Hugging Face folder: the defaults, and at most half of the model's positions each for
-    prompt and response. Raises UserError if the folder has no such model.
+    """Return the default config for a Hugging Face folder, with at most half of its positions for a response.
+
+    Raises:
+      UserError: the folder has no model of a known family.
     """
     model, config = huggingface.read_config(Path(folder)), base()
     config.cpu_devices = 1
@@ -148,32 +152,19 @@ def _answer(policy: Responder, sampling: Sampling, prompt: str, target: str | No
 def _answer_rows(policy: Responder, sampling: Sampling, source: str, target: str) -> None:
     """Write the responses to a file's rows, in order, as they come."""
     given, begun = flags.FLAGS, time.monotonic()
-    records = _read(policy.opened.config, source)
-    asked = [_asked(policy, record, sampling) for record in records]
-    usable = [one for one in asked if isinstance(one, Asked)]
-    calls = -(-len(usable) // max(1, policy.at_a_time(len(usable), sampling)))
+    asked = _asked(policy, _read(policy.opened.config, source), sampling)
+    calls = -(-len(asked) // policy.at_a_time(len(asked), sampling))
     options = {"seed": given.seed, "score": given.score, "routes": given.routes}
-    finished = collections.Counter[str]()
+    finished, left = collections.Counter[str](), iter(asked)
     with completions.new_file(target) as add, Progress(calls, label="sample") as progress:
-
-        def answers() -> Iterator[list[Response]]:
-            for part in policy.respond(usable, sampling, **options):
-                yield from part
-                progress.advance()
-
-        coming = answers()
-        for record, one in zip(records, asked, strict=True):
-            if isinstance(one, Asked):
-                responses = next(coming)
-                add(_lines(record, responses))
+        for part in policy.respond(asked, sampling, **options):
+            for responses, one in zip(part, left, strict=False):
+                add(_lines(one.record, responses))
                 finished.update(response.finish for response in responses)
-            else:
-                add([record | {"error": one}])
-        next(coming, None)  # counts the last call
+            progress.advance()
     if processes.is_first():
-        wrong = f", {len(asked) - len(usable)} rows left out" if len(usable) < len(asked) else ""
         seconds = time.monotonic() - begun
-        print(f"{finished.total()} responses, {finished['length']} cut, in {seconds:.1f} s{wrong}: {target}")
+        print(f"{finished.total()} responses, {finished['length']} cut, in {seconds:.1f} s: {target}")
 
 
 def _read(config: ConfigDict, source: str) -> Records:
@@ -184,12 +175,19 @@ def _read(config: ConfigDict, source: str) -> Records:
     return rows.load(whole, split="test", answer=given.answer if flags.FLAGS.score else "", limit=None)
 
 
-def _asked(policy: Responder, record: Record, sampling: Sampling) -> Asked | str:
-    """Return a row's prompt, or why it cannot be asked."""
-    try:
-        return policy.ask(record, sampling)
-    except UserError as error:
-        return _as_flags(str(error))
+def _asked(policy: Responder, records: Records, sampling: Sampling) -> list[Asked]:
+    """Return the prompts that can be asked; a warning counts the others. Raises UserError if there is none."""
+    asked, wrong = [], []
+    for record in records:
+        try:
+            asked.append(policy.ask(record, sampling))
+        except UserError as error:
+            wrong.append(f"{record['id']}: {_as_flags(str(error))}")
+    if not asked:
+        raise UserError(f"no row of {records.name} can be asked; the first is {wrong[0]}")
+    if wrong:
+        logging.warning("%d of %d rows are left out; the first is %s", len(wrong), len(records), wrong[0])
+    return asked
 
 
 def _lines(record: Record, responses: Sequence[Response]) -> list[dict[str, Any]]:

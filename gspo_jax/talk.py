@@ -87,6 +87,9 @@ class Conversation:
         except UserError as error:
             self._console.print(str(error), style="yellow")
             return
+        if not response.text.strip():
+            self._console.print(f"an empty reply of {length(response)}; the turn is forgotten", style="yellow")
+            return
         self._turns = [*turns, {"role": "assistant", "content": response.text}]
         self._console.print(Text(printable(response.text)), soft_wrap=True)
         self._console.print(f"{length(response)}, {time.monotonic() - begun:.1f} s", style="dim")

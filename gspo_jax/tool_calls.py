@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import jsonschema
 import jsonschema.validators
-import referencing
+from referencing import Registry
 from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
 
 from gspo_jax import thoughts
 from gspo_jax.errors import UserError, nearest
@@ -40,6 +41,7 @@ _GLM_NAME = re.compile(r"\s*([^<>\n]*)")
 _GLM_KEY = re.compile(r"<arg_key>([^<>\n]*)</arg_key>\s*<arg_value>")
 _GLM_VALUE_END = re.compile(r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>))")
 _SHOWN_ERRORS = 3
+_NONE: dict[str, Any] = {"type": "object", "properties": {}}
 _NO_SCHEMA = "const", "default", "enum", "examples"
 """Keywords whose values are data."""
 _UNCLOSED = f"it does not end with {_CLOSE}"
@@ -50,7 +52,7 @@ class Call:
     """A tool call."""
 
     name: str
-    """"" if the call has none."""
+    """"" if the call has none, or one that no tool can have."""
     arguments: dict[str, Any]
     """Checked against the tool's schema; empty if there is an `error`."""
     error: str = ""
@@ -77,18 +79,10 @@ class Tools:
         Raises:
           UserError: a tool is malformed, two have one name, or a schema is invalid or refers to another file.
         """
-        if isinstance(schemas, Mapping) or not isinstance(schemas, Sequence) or isinstance(schemas, str):
-            raise UserError(f"tools are {schemas!r:.100}; give a list of objects with type and function")
-        self.schemas: list[dict[str, Any]] = []
-        self._parameters: dict[str, dict[str, Any]] = {}
-        self._validators: dict[str, Any] = {}
-        for schema in schemas:
-            name, parameters = _checked_tool(schema)
-            if name in self._parameters:
-                raise UserError(f"two tools are called {name!r}; give each a name of its own")
-            self._parameters[name] = parameters
-            self._validators[name] = _validator(name, parameters)
-            self.schemas.append(dict(schema))
+        self.schemas = check(schemas)
+        functions = [schema["function"] for schema in self.schemas]
+        self._parameters = {function["name"]: function.get("parameters", _NONE) for function in functions}
+        self._validators = {name: _validator(name, parameters) for name, parameters in self._parameters.items()}
 
     def __len__(self) -> int:
         return len(self.schemas)
@@ -101,7 +95,7 @@ class Tools:
         """Return the JSON types that a tool's schema allows for an argument, none if it does not say."""
         parameters = self._parameters.get(name, {})
         properties = parameters.get("properties", {})
-        return _types(properties.get(argument, {}), parameters, MOST_NESTED)
+        return _types(properties.get(argument, {}), parameters, set())
 
     def problem(self, name: str, arguments: dict[str, Any]) -> str:
         """Return what is wrong with a call of a tool by its schema, "" if nothing."""
@@ -109,7 +103,25 @@ class Tools:
             errors = list(islice(self._validators[name].iter_errors(arguments), _SHOWN_ERRORS))
         except ArithmeticError:  # a number beyond float64 against multipleOf
             return "a number is too large"
+        except RecursionError:
+            return "the schema of its arguments refers to itself without end"
         return "; ".join(_said(error) for error in errors)
+
+
+def check(schemas: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a list of tools if it has the form that `Tools` takes, else raise UserError.
+
+    Whether the parameters are a valid JSON schema is not checked, which would take a millisecond for each tool.
+    """
+    if isinstance(schemas, Mapping | str) or not isinstance(schemas, Sequence):
+        raise UserError(f"tools are {schemas!r:.100}; give a list of objects with type and function")
+    names: set[str] = set()
+    for schema in schemas:
+        name = _checked_name(schema)
+        if name in names:
+            raise UserError(f"two tools are called {name!r}; give each a name of its own")
+        names.add(name)
+    return [dict(schema) for schema in schemas]
 
 
 def parse(turn: str, form: str, tools: Tools, *, before: str = "") -> Turn:
@@ -287,7 +299,8 @@ def _checked_call(name: str, arguments: dict[str, Any], tools: Tools) -> Call:
 
 
 def _error(name: str, why: str) -> Call:
-    of = f" of {name}" if _NAME.fullmatch(name) else ""
+    name = name if _NAME.fullmatch(name) else ""
+    of = f" of {name}" if name else ""
     return Call(name, {}, f"Error: the tool call{of} cannot be run: {why}.")
 
 
@@ -365,8 +378,9 @@ def _type_of(value: Any) -> str:
     return kinds.get(type(value), "null")
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
-    if not isinstance(schema, Mapping) or not depth:
+def _types(schema: Any, root: Mapping[str, Any], seen: set[str]) -> set[str]:
+    """Return the JSON types that a schema allows, but for those that only references `seen` allow."""
+    if not isinstance(schema, Mapping):
         return set()
     found = schema.get("type", [])
     types = {found} if isinstance(found, str) else set(found)
@@ -374,38 +388,38 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
         types |= {_type_of(value) for value in schema.get("enum", [])}
         types |= {_type_of(schema["const"])} if "const" in schema else set()
     for part in (*schema.get("anyOf", []), *schema.get("oneOf", []), *schema.get("allOf", [])):
-        types |= _types(part, root, depth - 1)
-    if isinstance(to := schema.get("$ref"), str):
-        types |= _types(_resolved(to, root), root, depth - 1)
+        types |= _types(part, root, seen)
+    if isinstance(to := schema.get("$ref"), str) and to not in seen:
+        seen.add(to)
+        types |= _types(_resolved(to, root), root, seen)
     return types
 
 
 def _resolved(reference: str, root: Mapping[str, Any]) -> Any:
-    resource = referencing.Resource.from_contents(root, default_specification=referencing.jsonschema.DRAFT202012)
-    return referencing.Registry().resolver_with_root(resource).lookup(reference).contents
+    return Registry().resolver_with_root(DRAFT202012.create_resource(root)).lookup(reference).contents
 
 
-def _checked_tool(schema: Any) -> tuple[str, dict[str, Any]]:
-    """Return a tool's name and parameters."""
+def _checked_name(schema: Any) -> str:
+    """Return the name of a tool of the right form."""
     function = schema.get("function") if isinstance(schema, Mapping) else None
     if not isinstance(function, Mapping) or schema.get("type") != "function":
         form = '{"type": "function", "function": {"name", "description", "parameters"}}'
         raise UserError(f"tool {schema!r:.100} is no {form}; write it so")
-    name, parameters = function.get("name"), function.get("parameters", {"type": "object", "properties": {}})
+    name, parameters = function.get("name"), function.get("parameters", _NONE)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise UserError(f"a tool is called {name!r:.200}; use at most 128 letters, digits, _, ., :, / and -")
     if not isinstance(function.get("description", ""), str):
         raise UserError(f"the description of tool {name} is no text; write it as one")
     if not isinstance(parameters, Mapping) or parameters.get("type") != "object":
+        form = '{"type": "object", "properties": …}'
         raise UserError(
-            f'the parameters of tool {name} are {parameters!r:.100}; give the JSON schema of an object, {{"type": '
-            '"object", "properties": …}'
+            f"the parameters of tool {name} are {parameters!r:.100}; give the JSON schema of an object, {form}"
         )
     try:
-        json.dumps(schema, allow_nan=False).encode()
+        json.dumps(schema, allow_nan=False, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"tool {name} is not JSON ({quoted(error)}); use texts, numbers, lists and objects") from None
-    return name, dict(parameters)
+    return name
 
 
 def _validator(name: str, parameters: dict[str, Any]) -> Any:
@@ -422,7 +436,7 @@ def _validator(name: str, parameters: dict[str, Any]) -> Any:
                 _resolved(to, parameters)
         except Unresolvable as error:
             raise UserError(f"{of} refer to {error.ref!r:.100}, which is not in them; put it there") from None
-    return kind(parameters, registry=referencing.Registry())
+    return kind(parameters, registry=Registry())
 
 
 def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:
@@ -438,12 +452,11 @@ def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _said(error: jsonschema.ValidationError) -> str:
-    place = ".".join(map(str, error.absolute_path))
-    if error.validator == "required":
-        missing = next(name for name in error.validator_value if name not in error.instance)
+    place, wanted = ".".join(map(str, error.absolute_path)), error.validator_value
+    if error.validator == "required" and isinstance(wanted, list) and isinstance(error.instance, dict):
+        missing = next((name for name in wanted if error.message.startswith(f"{name!r} ")), "")
         return f"argument {f'{place}.{missing}' if place else missing!r} is missing"
     if error.validator == "type":
-        types = error.validator_value
-        wanted = types if isinstance(types, str) else " or ".join(types)
-        return f"argument {place!r} must be of type {wanted}, not {_type_of(error.instance)}"
+        words = " or ".join(wanted) if isinstance(wanted, list) else wanted
+        return f"argument {place!r} must be of type {words}, not {_type_of(error.instance)}"
     return f"argument {place!r}: {quoted(error.message)}" if place else quoted(error.message)

@@ -21,6 +21,7 @@ from gspo_jax.errors import StopRequested
 from gspo_jax.iteration import iterate
 from gspo_jax.parallel.compilation import CompileCounter
 from gspo_jax.run.opening import open_run
+from gspo_jax.secrets import redacted
 from gspo_jax.setup.checks import check_elsewhere
 
 
@@ -63,7 +64,7 @@ def main(config: ConfigDict) -> None:
         left = check_elsewhere(config, devices=flags.FLAGS.check_for)
         print("the config is valid" + (f"; not checked here: {', '.join(left)}" if left else ""))
         return
-    compiled, command = CompileCounter(), shlex.join(["python", "-m", "gspo_jax.train", *sys.argv[1:]])
+    compiled, command = CompileCounter(), redacted(shlex.join(["python", "-m", "gspo_jax.train", *sys.argv[1:]]))
     with suppress(StopRequested):
         given: Any = {"begin_from": flags.FLAGS["from"].value or "", "parts": flags.FLAGS.from_parts}
         facts = train(config, flags.FLAGS.workdir, **given, start_over=flags.FLAGS.start_over, command=command)

@@ -43,7 +43,7 @@ def inject(fault: str) -> None:
             set_clock(hours=9 if len(seen) % 2 else -5)
         elif action == "power" and len(seen) == int(number):
             cut_power(phases._files.local, synced)
-        elif len(seen) == int(number):
+        elif len(seen) == int(number) and action != "skip":
             where, _, asked = action.rpartition("-")
             sign, _, times = asked.partition("x")
             for _ in range(int(times or 1)):

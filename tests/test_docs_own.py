@@ -15,7 +15,7 @@ import jax
 import pytest
 from ml_collections import ConfigDict
 
-from examples import http_server
+from examples import http_server, judge_server
 from gspo_jax import cli, references
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import UserError
@@ -191,6 +191,21 @@ def test_a_game_trains_with_the_reward_of_a_server(tmp_path, monkeypatch):
     assert 0 < measured["reward/terse"] <= 1 and measured["reward/terse/failed"] == measured["reward/failed"] == 0
     assert 0 <= measured["reward/environment"] <= 1 and measured["response/turns"] > 1
     assert all(sample["prompt"] == "guess?" for sample in samples)
+
+
+@pytest.mark.slow
+def test_the_command_of_the_judges_page_trains_against_the_stand_in(tmp_path):
+    """Scoring and comparing, in two runs."""
+    words = [word for word in _words(_command("judge", "judge")) if not word.startswith("--workdir")]
+    words += [f"--config.{field}" for field in (*SMALL, f"data.data_dir={tmp_path}/data")]
+    words += [f"--config.judge.url={judge_server.start()}"]
+    pairwise = [word.replace("judge.py", "judge.py:pairwise") if "--config=" in word else word for word in words]
+    _train({"single": words, "pairwise": pairwise}, tmp_path, ADDER)
+    single, compared = (list(read_metrics(tmp_path / name)) for name in ("single", "pairwise"))
+    assert any(0 < each.get("reward/judge", 0) < 1 for each in single)
+    assert sum(each.get("judge/calls", 0) for each in single) > 0
+    assert all(each["reward/judge"] == 0.5 for each in compared if "reward/judge" in each), "half of a group wins"
+    assert {each["judge/position_bias"] for each in compared if "judge/position_bias" in each} == {0.0}
 
 
 def _set(name: str, value: object, *, then: Callable[[ConfigDict], Any] = check) -> Callable[[ConfigDict], Any]:

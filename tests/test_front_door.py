@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from absl import flags
 
 from gspo_jax import cli, commands, completion, fields
 from gspo_jax.config import base
@@ -138,3 +139,18 @@ def test_a_run_folder_is_enough(tmp_path):
         cli.read_config([f"--workdir={tmp_path}", "--config.seed=6"])
     with pytest.raises(UserError, match="--config is missing"):
         cli.read_config([f"--workdir={tmp_path / 'none'}"])
+    begun = cli.read_config([f"--workdir={tmp_path / 'none'}", f"--from={tmp_path}@3", "--config.seed=6"])
+    assert (begun.seed, begun.rewards.exact_answer) == (6, 0.5)
+    with pytest.raises(UserError, match=r"^folder .*none does not exist"):
+        cli.read_config([f"--from={tmp_path / 'none'}", "--config.seed=6"])
+
+
+def test_only_training_goes_on_with_other_hyper_parameters(tmp_path):
+    """Other commands measure what a run has."""
+    write_config(tmp_path, cli.read_config(["--config=tiny"]).to_dict(), command="train")
+    words = [f"--workdir={tmp_path}", "--config.sampling.temperature=0.5"]
+    assert cli.read_config(words).sampling.temperature == 0.5
+    values = flags.FlagValues()
+    flags.DEFINE_string("workdir", None, "", flag_values=values)
+    with pytest.raises(UserError, match=r"^sampling.temperature is 0.5 here and 1.0 in .* with another --workdir$"):
+        cli._parse(["", *words], values, needs_config=True, trains=False)

@@ -61,6 +61,7 @@ class Calls(AbstractContextManager["Calls"]):
         `tokens` are those that the call takes of `Limits.tokens`.
         """
         future = Future[Outcome[Any]]()
+        future.set_running_or_notify_cancel()  # others may wait for it, so it cannot be cancelled
         self._loop.call_soon_threadsafe(self._start, function, arguments, tokens, time.monotonic(), future)
         return future
 
@@ -92,8 +93,7 @@ class Calls(AbstractContextManager["Calls"]):
                 result = dataclasses.replace(await self._attempts(function, arguments), queued_s=queued_s)
         except asyncio.CancelledError:
             result = Outcome(None, "the calls were closed")
-        if not future.cancelled():
-            future.set_result(result)
+        future.set_result(result)
 
     async def _attempts(self, function: Callable[..., Any], arguments: Any) -> Outcome[Any]:
         if self._closed or self._failed_in_a_row >= self.limits.concurrency:
@@ -128,7 +128,7 @@ class Calls(AbstractContextManager["Calls"]):
     def _failed(self, error: BaseException, retries: int) -> Outcome[Any]:
         cause = failures.cause_of(error)
         self._failed_in_a_row, self._last_cause = self._failed_in_a_row + 1, cause
-        return Outcome(None, cause + (f", {retries + 1} times" if retries else ""), cause=cause, retries=retries)
+        return Outcome(None, failures.sentence_of(error), cause=cause, retries=retries)
 
     async def _within(self, seconds: float, function: Callable[..., Any], arguments: Any) -> Any:
         """Return what the function returns. One that does not heed its end is left behind."""

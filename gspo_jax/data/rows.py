@@ -17,11 +17,11 @@ from typing import Any
 
 from absl import logging
 
+from gspo_jax import tool_calls
 from gspo_jax.data.files import Defect, Row, read
 from gspo_jax.data.records import VERBATIM, Part, Record, Records
 from gspo_jax.data.written import number_text
 from gspo_jax.errors import UserError
-from gspo_jax.tool_calls import Tools
 
 PROMPTS = "question", "prompt", "messages"
 """Prompt fields. A row has one of them unless `Source.prompt` names its field."""
@@ -278,8 +278,8 @@ def _message(turn: Any) -> dict[str, Any]:
         raise Defect(f"tool calls of the {role}")
     if content is None and not calls:
         raise Defect("message without content")
-    may_be_empty = bool(calls) or role == "tool"
-    kept = {"role": role, "content": "" if may_be_empty and not content else _text(content, "content")}
+    is_empty = (bool(calls) or role == "tool") and (content is None or _is_empty(content))
+    kept: dict[str, Any] = {"role": role, "content": (content or "") if is_empty else _text(content, "content")}
     if not _is_empty(turn.get("reasoning_content", "")):
         kept["reasoning_content"] = _text(turn["reasoning_content"], "reasoning_content")
     if calls:
@@ -320,7 +320,7 @@ def _tools(row: Mapping[str, Any], named: Collection[str]) -> Record:
         except (ValueError, RecursionError):
             raise Defect("tools are a text that is not JSON") from None
     try:
-        return {_TOOLS: Tools(tools).schemas} if tools else {}
+        return {_TOOLS: tool_calls.check(tools)} if tools else {}
     except UserError as error:
         raise Defect("malformed tools", str(error)) from error
 

@@ -95,6 +95,7 @@ class Tokenizer:
         unknown = text_of(settings.get("unk_token"))
         self.unk_id = None if unknown is None else backend.token_to_id(unknown)
         self._added = _any_of(token.content for token in added.values())
+        self._marks = _any_of(token.content for token in added.values() if not _is_blank(token))
         self._in_parts = self._wants_parts()
         self.behind = self._written_behind()
         self.eos_ids = self._with_end_of_turn(eos_ids)
@@ -204,7 +205,7 @@ class Tokenizer:
         """
         if role != "tool":
             return _marked(content, self._unsaid_marks if role == "assistant" else self._special)
-        content = _marked(content, self._added)
+        content = _marked(content, self._marks)
         said = content.strip()  # as templates strip it
         return content.replace(said, f"{GUARD}{said}{GUARD}", 1) if said else content
 
@@ -217,7 +218,7 @@ class Tokenizer:
     def guarded_json(self, value: Any) -> Any:
         """Return a JSON value, such as a list of tools, in whose texts no added token counts."""
         if isinstance(value, str):
-            return _marked(value, self._added)
+            return _marked(value, self._marks)
         if isinstance(value, Mapping):
             return {self.guarded_json(name): self.guarded_json(inner) for name, inner in value.items()}
         return [self.guarded_json(inner) for inner in value] if isinstance(value, list | tuple) else value
@@ -233,21 +234,25 @@ class Tokenizer:
     @functools.cached_property
     def _apart(self) -> tuple[tokenizers.Tokenizer, re.Pattern[str], dict[int, int]]:
         """Return a tokenizer that reads added tokens as text and aliases as tokens, their pattern, and aliases' ids."""
-        backend, ids, patterns = tokenizers.Tokenizer.from_str(self._backend.to_str()), {}, []
-        added = self._backend.get_added_tokens_decoder().items()
-        for index, token in sorted(added, key=lambda each: len(each[1].content), reverse=True):
-            if len(token.content) < 2:
-                continue
-            backend.add_special_tokens([tokenizers.AddedToken(token.content, normalized=token.normalized)])
-            flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "normalized": False}
-            backend.add_tokens([tokenizers.AddedToken(_ALIAS % index, **flags)])
-            ids[_ALIAS % index] = index
-            text = re.escape(token.content)
-            patterns.append(rf"(?<!\w){text}(?!\w)" if token.single_word else text)
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        added = [
+            (index, token)
+            for index, token in self._backend.get_added_tokens_decoder().items()
+            if len(token.content) > 1 and not _is_blank(token)
+        ]
+        added.sort(key=lambda each: len(each[1].content), reverse=True)
+        aliases = [
+            tokenizers.AddedToken(_ALIAS % index, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False)
+            for index, token in added
+        ]
+        backend.add_special_tokens([token for _, token in added])  # all at once, as each call looks at all tokens
+        backend.add_tokens(aliases)
         backend.encode_special_tokens = True
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        of_alias = {vocabulary[alias]: index for alias, index in ids.items()}
-        return backend, re.compile("|".join(patterns) or r"(?!)"), of_alias
+        of_alias = {vocabulary[_ALIAS % index]: index for index, _ in added}
+        texts = [(re.escape(token.content), token.single_word) for _, token in added]
+        pattern = "|".join(rf"(?<!\w){text}(?!\w)" if alone else text for text, alone in texts)
+        return backend, re.compile(pattern or r"(?!)"), of_alias
 
     def _special_tokens(self) -> dict[int, tokenizers.AddedToken]:
         added = self._backend.get_added_tokens_decoder()
@@ -397,7 +402,7 @@ class Tokenizer:
 
         The text is read together with the token that ended the turn, so it does not count as a text's beginning.
         """
-        guarded = [self.guarded(message) | {"content": self.guard(message["content"], "tool")} for message in messages]
+        guarded = [{**self.guarded(message), "content": self.guard(message["content"], "tool")} for message in messages]
         text = self.turns(guarded, ended=ended, tools=None if tools is None else self.guarded_json(tools))
         before = self.eos_ids[0] if ended is None else int(ended)
         found = self._encode_guarded(self.decode([before], skip_special=False) + text)
@@ -571,7 +576,9 @@ def _with_ids(messages: Sequence[Message]) -> list[Message]:
     """Return messages whose tools' replies name their calls, as some templates need."""
     named = {"tool_call_id": "call{:05d}", "name": "tool"}
     return [
-        {name: text.format(number) for name, text in named.items()} | message if message["role"] == "tool" else message
+        {**{name: text.format(number) for name, text in named.items()}, **message}
+        if message["role"] == "tool"
+        else message
         for number, message in enumerate(messages)
     ]
 
@@ -592,6 +599,11 @@ def _marked(content: str, tokens: re.Pattern[str]) -> str:
     while tokens.search(content):  # they may overlap
         content = tokens.sub(lambda found: f"{found[0][0]}{GUARD}{found[0][1:]}", content)
     return content
+
+
+def _is_blank(token: tokenizers.AddedToken) -> bool:
+    """Return True for runs of spaces or line ends, which are text: OLMoE's and Gemma's are added tokens."""
+    return not token.content.strip(" \t\r\n▁")
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -17,7 +17,7 @@ from gspo_jax.parallel import hosts, processes
 from gspo_jax.types import Batch, Rewards
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Response:
     """A response of T tokens. With an environment, a whole episode: the policy's turns and the replies to them."""
 

@@ -40,7 +40,8 @@ class Questions:
     """One reward function's questions."""
 
     def __init__(self, function: Callable[..., Any] | Asker, calls: Calls) -> None:
-        self.calls, self._function = calls, function
+        self.calls = calls
+        self._function: Any = function
         self.is_single = not isinstance(function, Asker) and not getattr(function, "batched", False)
         """True if each response is a question of its own, which can be asked before its batch is complete."""
         self._kept = OrderedDict[bytes, "Future[Outcome[float]]"]()
@@ -108,8 +109,9 @@ def _share(outcome: Outcome[Any], place: int, count: int) -> Outcome[float]:
     """Return one row's outcome of a function of the whole batch."""
     if outcome.error is not None:
         return outcome
+    returned: Any = outcome.value
     try:
-        values = list(outcome.value)
+        values = list(returned)
     except TypeError:
         values = None
     if values is None or len(values) != count:

@@ -96,7 +96,7 @@ class Replies(AbstractContextManager["Replies"]):
           UserError: the environment is unknown, its tools are malformed, or there is no sandbox.
         """
         self._name, self._setting, self._answer = name, setting, environments.find(name, setting.own)
-        self.is_object = inspect.isclass(self._answer)
+        self.is_object: bool = inspect.isclass(self._answer)
         """True for an object per episode. It is also asked after the last turn, for its reward."""
         self.tools = environments.tools_of(self._answer)
         limits = setting.limits

@@ -373,7 +373,12 @@ def find(
     others = [name for name in names if name not in (*found.programs, *functions.__all__, *own, *askers)]
     if others:  # slow to import
         there = importlib.import_module("gspo_jax.rewards.isolated")
-        check_names("reward", others, [*functions.__all__, *there.__all__, *code.__all__, *askers, *own])
+        check_names("reward", others, [*functions.__all__, *there.__all__, *code.__all__, *served.NAMES, *own])
+        if asks := [name for name in others if name in served.NAMES]:
+            raise UserError(
+                f"the reward {asks[0]!r} asks the server of a config's {asks[0]}.url, and there is no config here; "
+                "evaluate a run with it, or give a function of yours"
+            )
     for name in names:
         if name in found.programs:
             continue
@@ -463,8 +468,8 @@ class BrokenWatch:
         if failures:
             causes = collections.Counter(redacted(str(o.failed_by)) for o in failures)
             most = ", ".join(f"{cause} ({times} x)" for cause, times in causes.most_common(3))
-            traces = [redacted(str(o.error)) for o in failures if o.raised]
-            first = f"; the first error:\n{traces[0]}" if traces else ""
+            told = [redacted(str(o.error)) for o in failures if o.raised or o.error not in causes]
+            first = f"; the first error: {told[0]}" if told else ""
             logging.warning("%s failed on %d of %d completions: %s%s", what, len(failures), count, most, first)
 
 

@@ -105,7 +105,7 @@ def parse(given: str, parts: Sequence[str], workdir: str | os.PathLike[str]) -> 
     """Return what `--from=RUN[@STEP]` and `--from_parts` ask for, None without `--from`.
 
     Raises:
-      UserError: the folder is the new run's, its name is none, or the parts are unknown.
+      UserError: the folder is the new run's, its name cannot be one, or the parts are unknown.
     """
     if not given:
         if parts:

@@ -259,6 +259,8 @@ def iteration_metrics(clock: Clock, engine: Engine, batch: Batch, rounds: Rounds
         "throughput/tokens_per_s": stats.sampled_tokens / clock.seconds["iteration"],
         "throughput/sample_tokens_per_s": stats.sampled_tokens / clock.seconds["sample"],
     }
+    if batch.failed is not None and batch.failed.any():
+        found["episode/failed"] = int(batch.failed.sum())
     for each in rewards:
         for name, failed in each.failed.items():
             found[f"reward/{name}/failed"] = found.get(f"reward/{name}/failed", 0) + int(failed.sum())

@@ -212,7 +212,8 @@ class Run:
                 f"{config.environment.name} replied to no response of a whole batch; make turns end where it "
                 "listens (sampling.stop_ids), with environment.turns above 1"
             )
-        if objective.critic is None and len(config.rewards) and not jnp.any(batch.advantages):
+        paid = self.engine.teacher is None or any(config.rewards.values())
+        if objective.critic is None and paid and not jnp.any(batch.advantages):
             self.log.warn(
                 "all advantages of a batch are 0, because the responses to each prompt have equal "
                 "rewards; use easier or harder prompts, larger groups, or sampling.rounds > 1"

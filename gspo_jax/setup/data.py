@@ -1,5 +1,6 @@
 """Records, prompt batches and reward functions, from a config."""
 
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -185,12 +186,13 @@ def _scores(config: ConfigDict) -> Scores:
 
 
 def _defects(config: ConfigDict, scores: Scores | None) -> Defects:
-    """Return record -> why a program reward cannot score it, or "". Such records are left out.
+    """Return record -> why a program reward or a server's cannot score it, or "". Such records are left out.
 
-    Rewards that neither have a weight nor decide correctness are ignored.
+    Program rewards that neither have a weight nor decide correctness are ignored.
     """
     scores, decides = scores or _scores(config), correct_for(config)
     names = [name for name in config.rewards if name in code.__all__]
+    fields = {name: made.fields for name, made in servers.make(config).items()}
 
     def defect(record: Record) -> str:
         reasons = (
@@ -198,7 +200,13 @@ def _defects(config: ConfigDict, scores: Scores | None) -> Defects:
             for name in names
             if scores(name, record) and (config.rewards[name] or name == decides(record))
         )
-        return next(filter(None, reasons), "")
+        missing = (
+            f"no field {field!r}, which the template of {name} has"
+            for name, needed in fields.items()
+            for field in sorted(needed - record.keys())
+            if scores(name, record)
+        )
+        return next(filter(None, itertools.chain(reasons, missing)), "")
 
     return defect
 

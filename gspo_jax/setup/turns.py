@@ -25,7 +25,7 @@ class TokenTurns:
     def __init__(self, replies: Replies, tokenizer: Tokenizer, encode: Encode, max_prompt_length: int) -> None:
         """Wrap an environment. `encode` is for prompts that it writes, of at most `max_prompt_length` tokens."""
         self._replies, self._tokenizer, self._encode, self._longest = replies, tokenizer, encode, max_prompt_length
-        self.asks_last = replies.is_object
+        self.asks_last: bool = replies.is_object
         self._told: list[tuple[Said, Outcome[Any]]] = []
         self._tools = None if replies.tools is None else replies.tools.schemas
 

@@ -137,6 +137,19 @@ def test_a_wrong_answer_is_a_failure_with_a_cause(answer):
     assert KEY not in str(result) and time.monotonic() - begun < 15
 
 
+def test_little_is_read_of_an_error_without_an_end():
+    sent = [0]
+
+    def counted(asked: Asked) -> None:
+        asked.head(503, transfer_encoding="chunked")
+        while True:
+            sent[0] += asked.wfile.write(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
+
+    with serving(counted) as server:
+        assert _called(server.url).cause == "HTTP status 503"
+    assert sent[0] < 32 << 20, "more than the buffers between"
+
+
 @pytest.mark.parametrize("answer", WRONG, ids=lambda answer: answer.__name__)
 @pytest.mark.faults
 def test_what_passes_is_tried_again(answer):

@@ -225,7 +225,7 @@ def test_a_run_in_a_bucket_resumes_on_a_new_machine(storage, tmp_path):
     assert "beginning from iteration 2 (update 4) of gs://bucket/run: weights, optimizer moments and data po" in began
     resumed = python(storage, *branch, "--config.iterations=2", "--config.checkpoint.every=5")
     assert "this run began from iteration 2 (update 4) of gs://bucket/run" in resumed
-    assert json.loads(python(storage, "-c", look.replace("metrics.jsonl", "saved.json"))) == {"step": 3}
+    assert '{"step": 2}' in python(storage, "-c", look.replace("run/metrics.jsonl", "branch/saved.json"))
     assert "cannot use gs://nowhere/run" in python(
         storage, *command[:3], "--workdir=gs://nowhere/run", *command[4:], code=2
     )

@@ -97,7 +97,7 @@ class Said:
         return new_batch(hosts.shard_rows(self._mesh, rollout), prompts)
 
 
-def held_out(judges, correct, responses):
+def held_out(judges, correct, responses, *, keep=None):
     """Evaluate two batches of two prompts, the last prompt of which is padding."""
     tokenizer = Tokenizer.train(["abc"], 300)
     batch = Prompts(
@@ -120,7 +120,29 @@ def held_out(judges, correct, responses):
         jax.random.key(0),
         correct=lambda record: correct,
         tokenizer=tokenizer,
+        keep=keep,
     )
+
+
+def test_all_responses_are_kept_as_they_come(judges):
+    """The four of each prompt, but none of the row that pads the last batch."""
+    batches = []
+    held_out(judges, "judge", "aabb" + "accc" + "bbcc" + "aaaa", keep=lambda rows: batches.append(list(rows)))
+    lines = [row for batch in batches for row in batch]
+    assert list(map(len, batches)) == [8, 4]
+    assert "".join(row["completion"] for row in lines) == "aabbacccbbcc"
+    assert [row["sample"] for row in lines] == [0, 1, 2, 3] * 3
+    assert [row["reward"] for row in lines] == [1, 1, 0, 0, 1, None, None, None, 0, 0, None, None]
+    assert lines[2] == {
+        "answer": "1",
+        "prompt": "p",
+        "completion": "b",
+        "sample": 2,
+        "finish": "eos",
+        "tokens": 2,
+        "reward": 0.0,
+        "scores": {"judge": 0.0, "mute": None},
+    }
 
 
 @pytest.mark.faults

@@ -67,6 +67,7 @@ def test_responses_to_prompts_of_all_forms_are_the_runs_samplers(folder, policy)
     found = [response for responses in each for response in responses]
     with open_policy(settings(), folder) as opened:
         opened.load()
+        opened.engine.sampler.cuts_prompts = False  # samples with the same programs
         rollout = jax.device_get(opened.player.answer(asked(opened.tokenizer), jax.random.key(SEED)).rollout)
     assert policy.name == f"{folder}, iteration 5"
     assert_same(found, rollout, range(8 * N))
@@ -99,15 +100,21 @@ def test_a_prompt_that_cannot_be_answered_is_one_sentence(policy):
 
 @pytest.mark.slow
 def test_fewer_prompts_than_shards_and_the_trainers_log_probs(folder, policy):
-    """Three questions, padded to a prompt per shard, get what they get among eight, in the trainer's log-probs."""
+    """Three questions, padded to a prompt per shard, get what they get among eight, in the trainer's log-probs.
+
+    A second call goes on with the numbers of responses.
+    """
     found = [response for responses in policy.sample(QUESTIONS[:3], n=N, seed=SEED) for response in responses]
     with open_policy(settings(), folder) as opened:
         weights, _ = opened.load()
         batch = opened.player.answer(asked(opened.tokenizer), jax.random.key(SEED))
+        second = opened.player.answer(asked(opened.tokenizer), jax.random.key(SEED), first=8 * N)
         graph = opened.engine.policy.graph
         scored = jax.jit(lambda w, r: score(graph, w, Alone(r), Scoring(logprob_chunk=64)))(weights, batch.rollout)
     rollout = dataclasses.replace(jax.device_get(batch.rollout), logprobs=jax.device_get(scored).logprobs)
     assert_same(found, rollout, range(3 * N))
+    twice = [response for responses in policy.sample(QUESTIONS * 2, n=N, seed=SEED) for response in responses]
+    assert_same(twice[8 * N :], jax.device_get(second.rollout), range(8 * N))
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ GSPO = Row(
 )
 CRITIC = {"gamma": 1.0, "lam": 1.0, "whiten": True, "value_clip": 0.2, "value_weight": 0.5}
 ROWS = {
-    "reinforce": Row(defaults={}, wide={}, advantage=leave_one_out),
+    "reinforce": Row(defaults={}, wide={}, advantage=leave_one_out, token_advantages=True),
     "rloo": Row(defaults={}, wide={}, advantage=leave_one_out),
     "ppo": Row(
         defaults={"low": 0.2, "high": 0.2, "dual_clip": None} | CRITIC,

@@ -11,6 +11,7 @@ import optax
 import pytest
 from ml_collections import ConfigDict
 
+from gspo_jax import exits
 from gspo_jax.config import base
 from gspo_jax.errors import UserError
 from gspo_jax.folder.metrics import read_metrics
@@ -22,7 +23,7 @@ from gspo_jax.run.branch import Request, Source
 from gspo_jax.train import train
 from gspo_jax.training.checkpoint import describe
 from gspo_jax.training.state import make_optimizer, with_new_schedule
-from tests.pods import ROOT, rows_of, state_of
+from tests.pods import ROOT, Pod, field_run, rows_of, run_processes, state_of
 from tests.run.test_train import tiny
 
 ADDER = ROOT / "tests" / "golden" / "adder"
@@ -313,10 +314,9 @@ def adder(tmp_path_factory) -> ConfigDict:
 
 @pytest.mark.slow
 def test_adapters_are_taken_beside_their_base(adder, tmp_path):
-    """On another mesh, with a KL to the base."""
+    """With a KL to the base."""
     config = copied(adder, adapter__rank=4, optimizer__learning_rate=1e-2, reference__kl_weight=0.01)
     train(config, tmp_path / "a")
-    config = copied(config, optimizer__learning_rate=1e-3, mesh__data=1, mesh__fsdp=4)
     train(config, tmp_path / "new", begin_from=str(tmp_path / "a"))
     theirs, ours = state_of(tmp_path / "a" / "checkpoints", 1), first_state(tmp_path / "new", tmp_path / "zero")
     adapters = [name for name in theirs if ".params." in name]
@@ -330,10 +330,10 @@ def test_adapters_are_taken_beside_their_base(adder, tmp_path):
 
 @pytest.mark.slow
 def test_unfinished_rollouts_are_left_behind(adder, tmp_path, capsys):
-    config = copied(adder, sampling__partial__prompts=16, iterations=2)
+    config = copied(adder, sampling__partial__prompts=16)
     train(config, tmp_path / "a")
-    run = describe(str(tmp_path / "a" / "checkpoints" / "2"))["run"]
-    train(copied(config, sampling__temperature=0.8), tmp_path / "new", begin_from=str(tmp_path / "a"))
+    run = describe(str(tmp_path / "a" / "checkpoints" / "1"))["run"]
+    train(config, tmp_path / "new", begin_from=str(tmp_path / "a"))
     said = " ".join(capsys.readouterr().out.split())
     assert f"{len(run['buffer']['texts'])} unfinished rollouts are left behind" in said
     rows = [row for row in read_metrics(tmp_path / "new") if "response/older" in row]
@@ -356,3 +356,17 @@ def test_a_critic_is_taken_left_behind_or_made(adder, tmp_path, capsys):
     assert "the critic is left behind" in capsys.readouterr().out
     train(config, tmp_path / "again", begin_from=str(tmp_path / "without"))
     assert "the critic is new, with the taken weights: it has no critic" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.faults
+def test_two_processes_begin_where_one_was(whole, data, tmp_path):
+    """Process 0 chooses the checkpoint for both, or both end by its sentence."""
+    before, words = contents(whole), ["-m", "gspo_jax.train", *field_run(tmp_path / "new", data, iterations=1)]
+    with Pod(2, *words, f"--from={whole}@1") as pod:
+        for text in pod.finish():
+            assert f"error: the run in {whole} has no checkpoint 1; there are 5, 6, numbered by iterations" in text
+    assert [process.returncode for process in pod.processes] == [exits.MISTAKE] * 2
+    said, _ = run_processes(2, *words, f"--from={whole}")
+    assert f"beginning from iteration 6 (update 12) of {whole}: weights, optimizer moments and data position" in said
+    assert "unfinished rollouts are left behind" in " ".join(said.split())
+    assert rows_of(tmp_path / "new")[-1]["iteration"] == 1 and contents(whole) == before

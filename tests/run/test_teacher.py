@@ -11,7 +11,7 @@ import pytest
 from ml_collections import ConfigDict
 from safetensors.numpy import load_file, save_file
 
-from gspo_jax import cli
+from gspo_jax import cli, evaluate
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import UserError
 from gspo_jax.folder.metrics import read_metrics
@@ -70,6 +70,11 @@ def test_a_run_without_rewards_resumes_with_the_same_teacher_alone(data, blurred
         with pytest.raises(UserError, match=says):
             train(config, tmp_path / "run")
         (taught_by / file).write_bytes(before)
+
+
+def test_what_has_no_reward_is_not_evaluated(data, blurred, tmp_path):
+    with pytest.raises(UserError, match=r"^the run has no rewards, so that nothing can be evaluated; give one"):
+        evaluate.evaluate_folder(settings(data, blurred, teacher__form="full"), tmp_path)
 
 
 def halve_norm(file: Path) -> None:
