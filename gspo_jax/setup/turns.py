@@ -79,7 +79,7 @@ class TokenTurns:
         if reply is None or reply.failed:
             return _NO_ANSWER
         reward = math.nan if reply.reward is None else reply.reward
-        return Answer(None if reply.said is None else self._tokens(reply.said, last), reward)
+        return Answer(None if reply.said is None else self._tokens(_mended(reply.said), last), reward)
 
     def _tokens(self, said: Any, last: int) -> list[int]:
         tokenizer = self._tokenizer
@@ -95,8 +95,9 @@ class TokenTurns:
         said = outcome.value
         if outcome.error is not None or said is None:
             return outcome
-        own = {"question": said} if isinstance(said, str) else {"messages": said}
         try:
+            said = _mended(said)
+            own = {"question": said} if isinstance(said, str) else {"messages": said}
             tokens = self._encode({**turn.record, "messages": None} | own)
         except (UserError, TypeError, KeyError, ValueError) as error:
             cause = f"reset returned no prompt: {error}"
@@ -105,3 +106,10 @@ class TokenTurns:
             cause = f"reset returned a prompt longer than data.max_prompt_length, {self._longest} tokens"
             return Outcome(None, cause, cause=cause)
         return Outcome(tokens)
+
+
+def _mended(said: Any) -> Any:
+    """Return a text, or messages, without lone surrogates, which JSON can spell and tokenizers refuse."""
+    if isinstance(said, str):
+        return said.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return [{**message, "content": _mended(message["content"])} for message in said]

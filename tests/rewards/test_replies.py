@@ -112,6 +112,21 @@ def test_what_an_environment_says_closes_no_turn(written):
     assert tokenizer.decode(inserted, skip_special=False) == said
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def mine(prompt, completion, record): return 'a\\ud83d\\ude00b\\ud800'",
+        "class mine:\n    def step(self, message): return {'role': 'user', 'content': 'a\\ud83d\\ude00b\\ud800'}",
+    ],
+)
+def test_half_a_character_is_none(written, code):
+    """JSON that a server cut in the middle may have one."""
+    tokenizer = Tokenizer.load(ADDER)
+    with written(code) as made:
+        (turn,) = replies_to(token_turns(made, tokenizer), [tokenizer.eos_ids[0]])
+    assert turn == tokenizer.encode(tokenizer.user_turn("a\U0001f600b\ufffd"))
+
+
 @pytest.fixture
 def written(tmp_path):
     """Return a function that writes a file with an environment `mine`, and returns its replies."""
