@@ -141,15 +141,16 @@ def dapo(config: ConfigDict) -> None:
 
 def distil(config: ConfigDict) -> None:
     """Learn from the policy in runs/teacher alone, by the reverse KL; the reward is only measured."""
-    config.iterations = 50
+    config.iterations = 250
     config.model.architecture.update({"num_layers": 2, "num_experts": 8, "experts_per_token": 2})
     config.coldstart.steps = 300
-    config.teacher.folder = "runs/teacher"
-    config.objective.name = "reinforce"
+    config.teacher.update({"folder": "runs/teacher", "form": "full"})
     config.rewards = ConfigDict({"exact_answer": 0.0})
     config.data.prompts_per_batch = 128
     config.sampling.group_size = 2  # nothing is compared within a group: more prompts teach more
+    config.training.minibatches = 2
     config.optimizer.learning_rate = 1e-3
+    config.eval.every = 50
 
 
 def single(config: ConfigDict) -> None:
