@@ -79,7 +79,7 @@ class BatchScorer:
             own_rewards = unless_stopped(scored.result)
             self._waited_s += time.monotonic() - begun
             rewards = Rewards(**hosts.allgather_rows(mesh, own_rewards, B))
-            self.scorer.confirm(rewards.failed, rewards.by_name)
+            self.scorer.confirm(rewards.failed, rewards.by_name, batch.failed)
             return rewards
 
         return wait

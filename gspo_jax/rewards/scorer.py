@@ -209,12 +209,24 @@ class Scorer(AbstractContextManager["Scorer"]):
             until=time.monotonic(),
         )
 
-    def confirm(self, failed: Mapping[str, Bool[np.ndarray, " B"]], by_name: Mapping[str, Any]) -> None:
-        """Check that a batch, of all processes, has the scores that it needs.
+    def confirm(
+        self,
+        failed: Mapping[str, Bool[np.ndarray, " B"]],
+        by_name: Mapping[str, Any],
+        lost: Bool[np.ndarray, " B"] | None = None,
+    ) -> None:
+        """Check that a batch, of all processes, has the scores that it needs. `lost` are failed episodes.
 
         Raises:
-          ScoringFailed: a function has none for more than the permitted share of the responses it was asked about.
+          ScoringFailed: a function has none for more than the permitted share of the responses it was asked about, or
+            the environment failed in more.
         """
+        if lost is not None and (count := int(lost.sum())) >= max(FEWEST_FAILURES, self._most_failed * len(lost) + 1):
+            raise ScoringFailed(
+                f"the environment failed in {count} of {len(lost)} episodes of a batch; the limit is "
+                f"scoring.most_failed={self._most_failed:g}. Warnings above say why; mend it, then start the same command "
+                "again"
+            )
         for name in failed:
             count, answered = int(failed[name].sum()), int(np.isfinite(by_name[name]).sum())
             if count >= FEWEST_FAILURES and count > self._most_failed * (count + answered):

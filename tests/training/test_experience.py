@@ -216,7 +216,7 @@ class Slow:
             raise self.result
         return self.result
 
-    def confirm(self, failed, by_name) -> None:
+    def confirm(self, failed, by_name, lost=None) -> None:
         pass
 
 
