@@ -224,8 +224,8 @@ class Scorer(AbstractContextManager["Scorer"]):
         if lost is not None and (count := int(lost.sum())) >= max(FEWEST_FAILURES, self._most_failed * len(lost) + 1):
             raise ScoringFailed(
                 f"the environment failed in {count} of {len(lost)} episodes of a batch; the limit is "
-                f"scoring.most_failed={self._most_failed:g}. Warnings above say why; mend it, then start the same command "
-                "again"
+                f"scoring.most_failed={self._most_failed:g}. Warnings above say why; mend it, then start the same "
+                "command again"
             )
         for name in failed:
             count, answered = int(failed[name].sum()), int(np.isfinite(by_name[name]).sum())
