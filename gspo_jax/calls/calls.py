@@ -5,6 +5,7 @@ are tried again after failures that pass, and are not made at all once nothing a
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -19,6 +20,8 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any
 
+from absl import logging
+
 from gspo_jax.calls import failures
 from gspo_jax.calls.failures import CallFailed
 from gspo_jax.calls.outcomes import Outcome
@@ -29,6 +32,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 20.0
 _BEAT_S = 0.5
 _MOST_IDLE = 64
 """Threads kept for the next calls."""
+_CLOSED: Outcome[Any] = Outcome(None, "the calls were closed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,7 @@ class Calls(AbstractContextManager["Calls"]):
         self.limits = limits
         self._loop = _loop()
         self._room = _Room(limits.concurrency, limits.tokens)
-        self._running = set[asyncio.Task[None]]()
+        self._running = set[asyncio.Task[Outcome[Any]]]()
         self._failed_in_a_row, self._last_cause = 0, ""
         self._closed = False
 
@@ -79,24 +83,29 @@ class Calls(AbstractContextManager["Calls"]):
     def _start(
         self, function: Callable[..., Any], arguments: Any, tokens: int, asked: float, future: Future[Any]
     ) -> None:
-        task = self._loop.create_task(self._finish(function, arguments, tokens, asked, future))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        def settle(task: asyncio.Task[Outcome[Any]]) -> None:  # also if the task was cancelled before it began
+            self._running.discard(task)
+            if task.cancelled():
+                result = _CLOSED
+            else:
+                error = task.exception()
+                result = task.result() if error is None else Outcome(None, _trace(error), raised=True)
+            if not future.cancelled():
+                future.set_result(result)
 
-    async def _finish(
-        self, function: Callable[..., Any], arguments: Any, tokens: int, asked: float, future: Future[Any]
-    ) -> None:
-        try:
-            async with self._room.taken(tokens):
-                queued_s = time.monotonic() - asked
-                result = dataclasses.replace(await self._attempts(function, arguments), queued_s=queued_s)
-        except asyncio.CancelledError:
-            result = Outcome(None, "the calls were closed")
-        if not future.cancelled():
-            future.set_result(result)
+        task = self._loop.create_task(self._outcome(function, arguments, tokens, asked))
+        self._running.add(task)
+        task.add_done_callback(settle)
+
+    async def _outcome(self, function: Callable[..., Any], arguments: Any, tokens: int, asked: float) -> Outcome[Any]:
+        async with self._room.taken(tokens):
+            queued_s = time.monotonic() - asked
+            return dataclasses.replace(await self._attempts(function, arguments), queued_s=queued_s)
 
     async def _attempts(self, function: Callable[..., Any], arguments: Any) -> Outcome[Any]:
-        if self._closed or self._failed_in_a_row >= self.limits.concurrency:
+        if self._closed:
+            return _CLOSED
+        if self._failed_in_a_row >= self.limits.concurrency:
             cause = self._last_cause
             return Outcome(None, f"not called, as the last {self._failed_in_a_row} calls failed: {cause}", cause=cause)
         ends = time.monotonic() + self.limits.deadline_s
@@ -136,11 +145,10 @@ class Calls(AbstractContextManager["Calls"]):
         try:
             done, _ = await asyncio.wait([task], timeout=max(0.0, seconds))
         except asyncio.CancelledError:
-            task.cancel()
+            _leave(task)
             raise
         if not done:
-            task.cancel()
-            task.add_done_callback(_heard)
+            _leave(task)
             raise CallFailed(f"no answer within {self.limits.deadline_s:g} s")
         if task.cancelled():
             raise CallFailed("the function cancelled its own call")
@@ -159,15 +167,20 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def _trace(error: BaseException) -> str:
-    """Return the traceback from the function on, without secrets."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
-    return redacted("".join([*lines, *traceback.format_exception_only(error)]))
+    """Return the traceback from the function on, and those of its causes, without secrets."""
+    told = traceback.TracebackException.from_exception(error)
+    left: list[traceback.TracebackException | None] = [told]
+    while left:
+        if each := left.pop():
+            each.stack = traceback.StackSummary.from_list([x for x in each.stack if x.filename != __file__])
+            left += [each.__cause__, each.__context__, *(each.exceptions or ())]
+    return redacted("".join(told.format()))
 
 
-def _heard(task: "asyncio.Future[Any]") -> None:
-    if not task.cancelled():
-        task.exception()  # or asyncio reports that nobody asked for it
+def _leave(task: "asyncio.Task[Any]") -> None:
+    """Cancel a task, and hear of it however it ends, or asyncio reports that nobody asked for its exception."""
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    task.cancel()
 
 
 class _Room:
@@ -192,7 +205,7 @@ class _Room:
         except asyncio.CancelledError:
             if turn in self._waiting:
                 self._waiting.remove(turn)
-            else:
+            elif not turn[1].cancelled():  # it had been let in
                 self.leave(tokens)
             raise
 
@@ -200,8 +213,9 @@ class _Room:
         self._calls, self._tokens = self._calls + 1, self._tokens + tokens
         while self._waiting and self._fits(self._waiting[0][0]):
             size, turn = self._waiting.pop(0)
-            self._take(size)
-            turn.set_result(None)
+            if not turn.cancelled():
+                self._take(size)
+                turn.set_result(None)
 
     def _fits(self, tokens: float) -> bool:
         return self._calls > 0 and self._tokens >= tokens
@@ -273,6 +287,13 @@ def _not_stop(error: BaseException) -> BaseException:
     return error
 
 
+def _tell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what went wrong in a task that nobody waits for, without secrets."""
+    del loop
+    error = context.get("exception")
+    logging.warning("%s%s", context["message"], "" if error is None else f": {failures.cause_of(error)}")
+
+
 class _Beating:
     """The process's event loop, in a thread of its own, and when it last had time."""
 
@@ -282,8 +303,11 @@ class _Beating:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
+        self.loop.set_exception_handler(_tell)
         self._note()
-        self.loop.run_forever()
+        while True:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of a task, which holds it too
+                self.loop.run_forever()
 
     def _note(self) -> None:
         self.beat = time.monotonic()
