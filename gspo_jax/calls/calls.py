@@ -59,13 +59,17 @@ class Calls(AbstractContextManager["Calls"]):
         self._failed_in_a_row, self._last_cause = 0, ""
         self._closed = False
 
-    def submit(self, function: Callable[..., Any], *arguments: Any, tokens: int = 0) -> Future[Outcome[Any]]:
+    def submit(
+        self, function: Callable[..., Any], *arguments: Any, tokens: int = 0, parts: int = 1
+    ) -> Future[Outcome[Any]]:
         """Call a function or coroutine function, and return a future of its outcome, which never raises.
 
-        `tokens` are those that the call takes of `Limits.tokens`.
+        `tokens` are those that the call takes of `Limits.tokens`. One that makes several calls in a row, `parts`, has
+        the time of as many.
         """
         future = Future[Outcome[Any]]()
-        self._loop.call_soon_threadsafe(self._start, function, arguments, tokens, time.monotonic(), future)
+        asked = _Asked(function, arguments, tokens, parts * self.limits.deadline_s)
+        self._loop.call_soon_threadsafe(self._start, asked, future)
         return future
 
     def renew(self) -> None:
@@ -80,9 +84,7 @@ class Calls(AbstractContextManager["Calls"]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _start(
-        self, function: Callable[..., Any], arguments: Any, tokens: int, asked: float, future: Future[Any]
-    ) -> None:
+    def _start(self, asked: "_Asked", future: Future[Any]) -> None:
         def settle(task: asyncio.Task[Outcome[Any]]) -> None:  # also if the task was cancelled before it began
             self._running.discard(task)
             if task.cancelled():
@@ -93,25 +95,25 @@ class Calls(AbstractContextManager["Calls"]):
             if not future.cancelled():
                 future.set_result(result)
 
-        task = self._loop.create_task(self._outcome(function, arguments, tokens, asked))
+        task = self._loop.create_task(self._outcome(asked))
         self._running.add(task)
         task.add_done_callback(settle)
 
-    async def _outcome(self, function: Callable[..., Any], arguments: Any, tokens: int, asked: float) -> Outcome[Any]:
-        async with self._room.taken(tokens):
-            queued_s = time.monotonic() - asked
-            return dataclasses.replace(await self._attempts(function, arguments), queued_s=queued_s)
+    async def _outcome(self, asked: "_Asked") -> Outcome[Any]:
+        async with self._room.taken(asked.tokens):
+            queued_s = time.monotonic() - asked.since
+            return dataclasses.replace(await self._attempts(asked), queued_s=queued_s)
 
-    async def _attempts(self, function: Callable[..., Any], arguments: Any) -> Outcome[Any]:
+    async def _attempts(self, asked: "_Asked") -> Outcome[Any]:
         if self._closed:
             return _CLOSED
         if self._failed_in_a_row >= self.limits.concurrency:
             cause = self._last_cause
             return Outcome(None, f"not called, as the last {self._failed_in_a_row} calls failed: {cause}", cause=cause)
-        ends = time.monotonic() + self.limits.deadline_s
+        ends = time.monotonic() + asked.deadline_s
         for retries in itertools.count():
             try:
-                value = await self._within(ends - time.monotonic(), function, arguments)
+                value = await asked.within(ends - time.monotonic())
                 self._failed_in_a_row = 0
                 return Outcome(value, retries=retries)
             except asyncio.CancelledError:
@@ -139,9 +141,20 @@ class Calls(AbstractContextManager["Calls"]):
         self._failed_in_a_row, self._last_cause = self._failed_in_a_row + 1, cause
         return Outcome(None, cause + (f", {retries + 1} times" if retries else ""), cause=cause, retries=retries)
 
-    async def _within(self, seconds: float, function: Callable[..., Any], arguments: Any) -> Any:
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """A call that is asked for."""
+
+    function: Callable[..., Any]
+    arguments: Any
+    tokens: int
+    deadline_s: float
+    since: float = dataclasses.field(default_factory=time.monotonic)
+
+    async def within(self, seconds: float) -> Any:
         """Return what the function returns. One that does not heed its end is left behind."""
-        task = self._loop.create_task(called(function, *arguments))
+        task = asyncio.get_running_loop().create_task(called(self.function, *self.arguments))
         try:
             done, _ = await asyncio.wait([task], timeout=max(0.0, seconds))
         except asyncio.CancelledError:
@@ -149,7 +162,7 @@ class Calls(AbstractContextManager["Calls"]):
             raise
         if not done:
             _leave(task)
-            raise CallFailed(f"no answer within {self.limits.deadline_s:g} s")
+            raise CallFailed(f"no answer within {self.deadline_s:g} s")
         if task.cancelled():
             raise CallFailed("the function cancelled its own call")
         return task.result()

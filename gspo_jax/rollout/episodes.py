@@ -43,6 +43,8 @@ class TurnOver:
     """Everything since the prompt."""
     turns: list[list[int]]
     """The policy's own turns, the newest last."""
+    starts: list[int]
+    """Tokens before each of these."""
 
 
 class Answer(NamedTuple):
@@ -393,13 +395,15 @@ class Player:
     def _turn_over(self, episodes: Episodes, row: int) -> TurnOver:
         rollout: Any = episodes.rollout
         mask, drawn, ends = rollout.mask[row], rollout.action_mask[row], episodes.turn_ends[row]
-        spans = itertools.pairwise([0, *ends[: episodes.turns[row]]])
+        spans = list(itertools.pairwise([0, *ends[: episodes.turns[row]].tolist()]))
+        turns = [rollout.tokens[row, a:b][drawn[a:b]].tolist() for a, b in spans]
         return TurnOver(
             id=episodes.keys[row].tobytes(),
             text=episodes.texts[row],
             record=episodes.records[row],
             tokens=rollout.tokens[row][mask].tolist(),
-            turns=[rollout.tokens[row, a:b][drawn[a:b]].tolist() for a, b in spans],
+            turns=turns,
+            starts=[b - len(turn) for (_, b), turn in zip(spans, turns, strict=True)],
         )
 
     def _opened(self, episodes: Episodes, environment: Environment) -> Episodes:

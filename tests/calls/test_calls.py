@@ -183,7 +183,8 @@ def test_once_as_many_as_may_be_in_flight_failed_in_a_row_no_more_are_made_until
 
     with Calls(Limits(concurrency=4, tries=1)) as made:
         found = results([made.submit(call, i) for i in range(20)])
-        assert len(asked) == 4 and {each.cause for each in found} == {"connection refused"}
+        assert 4 <= len(asked) < 8, "others had begun before the fourth failed"
+        assert {each.cause for each in found} == {"connection refused"}
         assert found[-1].error == "not called, as the last 4 calls failed: connection refused"
         broken[0] = False
         assert made.submit(call, 0).result(timeout=LONG_S).value is None
@@ -196,7 +197,7 @@ def test_once_as_many_as_may_be_in_flight_failed_in_a_row_no_more_are_made_until
         broken[0] = True
         asked.clear()
         results([made.submit(call, 0) for _ in range(9)])
-        assert len(asked) == 4, "an answer begins the count anew"
+        assert 4 <= len(asked) < 8, "an answer begins the count anew"
 
 
 @pytest.mark.parametrize("kind", ["coroutine", "thread"])

@@ -219,7 +219,7 @@ def test_a_batch_is_asked_about_anew_after_one_that_nobody_answered(ahead):
     judge = Judge()
     judge.fails_on = {f"{i}": ConnectionRefusedError() for i in range(20)}
     with Scorer({"judge": 1.0}, askers={"judge": judge}, limits=Limits(concurrency=4, tries=1)) as scorer:
-        assert score(scorer, *judge.fails_on).failures == 20 and judge.asked.total() == 4
+        assert score(scorer, *judge.fails_on).failures == 20 and 4 <= judge.asked.total() < 8
         judge.fails_on = {}
         asked = [f"again {i}" for i in range(20)]
         if ahead:

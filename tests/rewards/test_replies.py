@@ -29,7 +29,7 @@ def python():
 
 def say(made, *turns):
     """Return what an environment says to each turn, the first of an episode."""
-    asked = [TurnOver(str(i).encode(), "?", {}, text, (text,)) for i, text in enumerate(turns)]
+    asked = [TurnOver(str(i).encode(), "?", {}, text, (text,), ("",)) for i, text in enumerate(turns)]
     pending = [made.begin(turn) for turn in asked]
     made.wait(pending)
     made.told(asked, [each.result() for each in pending])
@@ -83,7 +83,7 @@ def token_turns(made, tokenizer):
 
 
 def replies_to(turns, *responses):
-    asked = [rollout.TurnOver(str(i).encode(), "?", {}, tokens, [tokens]) for i, tokens in enumerate(responses)]
+    asked = [rollout.TurnOver(str(i).encode(), "?", {}, tokens, [tokens], [0]) for i, tokens in enumerate(responses)]
     pending = turns.begin(asked)
     turns.wait(pending)
     return [each.result().reply for each in pending]
