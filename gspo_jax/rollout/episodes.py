@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
+from absl import logging
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped, UInt32
 
@@ -420,7 +421,14 @@ class Player:
         prompts, lengths, failed = self._gathered((prompts, lengths, failed), len(episodes))
         first = np.argmin(failed.reshape(-1, G), axis=1)  # of those that did not fail
         chosen = np.repeat(np.arange(0, len(episodes), G) + first, G)
-        failed = failed | (prompts != prompts[chosen]).any(axis=1) | (lengths != lengths[chosen])
+        other = ~failed & ((prompts != prompts[chosen]).any(axis=1) | (lengths != lengths[chosen]))
+        if other.any():
+            logging.warning(
+                "the environment's reset gave %d of %d episodes another prompt than the first of their group, and they "
+                "have no score; make it depend on the record alone",
+                *(other.sum(), len(other)),
+            )
+        failed = failed | other
         rollout = dataclasses.replace(rollout, prompts=prompts[chosen], prompt_lengths=lengths[chosen])
         return dataclasses.replace(episodes, rollout=rollout, failed=failed)
 
@@ -432,7 +440,9 @@ class Player:
         ends[rows, turns[rows] - 1] = np.asarray(rollout.mask)[rows].sum(axis=1)
         may = (turns < self._max_turns) | environment.asks_last
         asks = over & may & ~np.asarray(rollout.truncated) & ~episodes.failed
-        episodes = dataclasses.replace(episodes, turn_ends=ends, waiting=asks, ended=episodes.ended & ~asks)
+        episodes = dataclasses.replace(
+            episodes, turn_ends=ends, waiting=episodes.waiting | asks, ended=episodes.ended & ~asks
+        )
         own = self._own(len(over))
         self._begin(episodes, own[asks[own]], environment)
         environment.finish([episodes.keys[row].tobytes() for row in own[(over & ~asks)[own]]])

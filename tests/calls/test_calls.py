@@ -1,6 +1,7 @@
 """Many calls at a time: limits, deadlines, retries, and functions that do everything wrong."""
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -185,7 +186,7 @@ def test_once_as_many_as_may_be_in_flight_failed_in_a_row_no_more_are_made_until
         found = results([made.submit(call, i) for i in range(20)])
         assert 4 <= len(asked) < 8, "others had begun before the fourth failed"
         assert {each.cause for each in found} == {"connection refused"}
-        assert found[-1].error == "not called, as the last 4 calls failed: connection refused"
+        assert re.fullmatch(r"not called, as the last [4-7] calls failed: connection refused", found[-1].error or "")
         broken[0] = False
         assert made.submit(call, 0).result(timeout=LONG_S).value is None
         made.renew()
