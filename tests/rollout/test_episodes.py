@@ -318,6 +318,42 @@ def test_turns_in_parts(sampler):
             np.testing.assert_array_equal(getattr(played.rollout, name), expected)
 
 
+class Rewarding(Replying):
+    """Rewards each turn with its number and a tenth of its last token; hears which episodes are over."""
+
+    asks_last = True
+
+    def __init__(self):
+        super().__init__(answer)
+        self.finished = []
+
+    def begin(self, turns):
+        replies = self.function([], [turn.tokens for turn in turns], [])
+        rewards = [len(turn.turns) + turn.turns[-1][-1] / 100 for turn in turns]
+        return [settled(Answer(*each)) for each in zip(replies, rewards, strict=True)]
+
+    def finish(self, ids):
+        self.finished += ids
+
+
+def test_turns_have_their_ends_and_rewards(sampler):
+    """Also the last, which gets no reply; not one that was cut off. One without room for its reply is truncated."""
+    environment = Rewarding()
+    played = Player(sampler, environment=environment, max_turns=3).answer(some(0, 6), jax.random.key(57))
+    rollout, no_room = jax.device_get(played.rollout), 0
+    for i in range(12):
+        n, own = int(rollout.mask[i].sum()), rollout.action_mask[i]
+        ends = [t + 1 for t in range(n) if own[t] and (t + 1 == n or not own[t + 1])]
+        assert played.turn_ends[i].tolist() == ends + [0] * (3 - len(ends)) and len(ends) == played.turns[i]
+        stopped = [rollout.tokens[i, end - 1] in (5, *GOES_ON) for end in ends]
+        assert all(stopped[:-1])
+        wants = [turn + rollout.tokens[i, end - 1] / 100 for turn, end in enumerate(ends, 1)]
+        wants = [want if done else math.nan for want, done in zip(wants, stopped, strict=True)]
+        np.testing.assert_allclose(played.turn_rewards[i], wants + [math.nan] * (3 - len(ends)), rtol=1e-6)
+        no_room += bool(stopped[-1] and rollout.truncated[i])
+    assert no_room and len(set(environment.finished)) == len(environment.finished) == 12
+
+
 class Held(Replying):
     """Holds back its replies to two of three prompts until two more sampling calls were made, or somebody waits."""
 
