@@ -250,7 +250,7 @@ def _comparing(config: ConfigDict) -> None:
 def _reply(config: ConfigDict) -> None:
     """Have the config's environment reply to the end of a turn."""
     tokenizer = Tokenizer.load(ADDER)
-    over = TurnOver(b"0", "1+1=?", {"answer": "2"}, [tokenizer.eos_ids[0]], [[tokenizer.eos_ids[0]]])
+    over = TurnOver(b"0", "1+1=?", {"answer": "2"}, [tokenizer.eos_ids[0]], [[tokenizer.eos_ids[0]]], [0])
     with players.make_replies(config) as replies:
         turns = TokenTurns(replies, tokenizer, tokenizer.encode, 64)
         turns.wait(turns.begin([over]))

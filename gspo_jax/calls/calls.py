@@ -5,6 +5,7 @@ are tried again after failures that pass, and are not made at all once nothing a
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -19,6 +20,8 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any
 
+from absl import logging
+
 from gspo_jax.calls import failures
 from gspo_jax.calls.failures import CallFailed
 from gspo_jax.calls.outcomes import Outcome
@@ -29,6 +32,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 20.0
 _BEAT_S = 0.5
 _MOST_IDLE = 64
 """Threads kept for the next calls."""
+_CLOSED: Outcome[Any] = Outcome(None, "the calls were closed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,18 +55,22 @@ class Calls(AbstractContextManager["Calls"]):
         self.limits = limits
         self._loop = _loop()
         self._room = _Room(limits.concurrency, limits.tokens)
-        self._running = set[asyncio.Task[None]]()
+        self._running = set[asyncio.Task[Outcome[Any]]]()
         self._failed_in_a_row, self._last_cause = 0, ""
         self._closed = False
 
-    def submit(self, function: Callable[..., Any], *arguments: Any, tokens: int = 0) -> Future[Outcome[Any]]:
+    def submit(
+        self, function: Callable[..., Any], *arguments: Any, tokens: int = 0, parts: int = 1
+    ) -> Future[Outcome[Any]]:
         """Call a function or coroutine function, and return a future of its outcome, which never raises.
 
-        `tokens` are those that the call takes of `Limits.tokens`.
+        `tokens` are those that the call takes of `Limits.tokens`. One that makes several calls in a row, `parts`, has
+        the time of as many.
         """
         future = Future[Outcome[Any]]()
         future.set_running_or_notify_cancel()  # others may wait for it, so it cannot be cancelled
-        self._loop.call_soon_threadsafe(self._start, function, arguments, tokens, time.monotonic(), future)
+        asked = _Asked(function, arguments, tokens, parts * self.limits.deadline_s)
+        self._loop.call_soon_threadsafe(self._start, asked, future)
         return future
 
     def renew(self) -> None:
@@ -77,32 +85,36 @@ class Calls(AbstractContextManager["Calls"]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _start(
-        self, function: Callable[..., Any], arguments: Any, tokens: int, asked: float, future: Future[Any]
-    ) -> None:
-        task = self._loop.create_task(self._finish(function, arguments, tokens, asked, future))
+    def _start(self, asked: "_Asked", future: Future[Any]) -> None:
+        def settle(task: asyncio.Task[Outcome[Any]]) -> None:  # also if the task was cancelled before it began
+            self._running.discard(task)
+            if task.cancelled():
+                result = _CLOSED
+            else:
+                error = task.exception()
+                result = task.result() if error is None else Outcome(None, _trace(error), raised=True)
+            if not future.cancelled():
+                future.set_result(result)
+
+        task = self._loop.create_task(self._outcome(asked))
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(settle)
 
-    async def _finish(
-        self, function: Callable[..., Any], arguments: Any, tokens: int, asked: float, future: Future[Any]
-    ) -> None:
-        try:
-            async with self._room.taken(tokens):
-                queued_s = time.monotonic() - asked
-                result = dataclasses.replace(await self._attempts(function, arguments), queued_s=queued_s)
-        except asyncio.CancelledError:
-            result = Outcome(None, "the calls were closed")
-        future.set_result(result)
+    async def _outcome(self, asked: "_Asked") -> Outcome[Any]:
+        async with self._room.taken(asked.tokens):
+            queued_s = time.monotonic() - asked.since
+            return dataclasses.replace(await self._attempts(asked), queued_s=queued_s)
 
-    async def _attempts(self, function: Callable[..., Any], arguments: Any) -> Outcome[Any]:
-        if self._closed or self._failed_in_a_row >= self.limits.concurrency:
+    async def _attempts(self, asked: "_Asked") -> Outcome[Any]:
+        if self._closed:
+            return _CLOSED
+        if self._failed_in_a_row >= self.limits.concurrency:
             cause = self._last_cause
             return Outcome(None, f"not called, as the last {self._failed_in_a_row} calls failed: {cause}", cause=cause)
-        ends = time.monotonic() + self.limits.deadline_s
+        ends = time.monotonic() + asked.deadline_s
         for retries in itertools.count():
             try:
-                value = await self._within(ends - time.monotonic(), function, arguments)
+                value = await asked.within(ends - time.monotonic())
                 self._failed_in_a_row = 0
                 return Outcome(value, retries=retries)
             except asyncio.CancelledError:
@@ -130,18 +142,28 @@ class Calls(AbstractContextManager["Calls"]):
         self._failed_in_a_row, self._last_cause = self._failed_in_a_row + 1, cause
         return Outcome(None, failures.sentence_of(error), cause=cause, retries=retries)
 
-    async def _within(self, seconds: float, function: Callable[..., Any], arguments: Any) -> Any:
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """A call that is asked for."""
+
+    function: Callable[..., Any]
+    arguments: Any
+    tokens: int
+    deadline_s: float
+    since: float = dataclasses.field(default_factory=time.monotonic)
+
+    async def within(self, seconds: float) -> Any:
         """Return what the function returns. One that does not heed its end is left behind."""
-        task = self._loop.create_task(called(function, *arguments))
+        task = asyncio.get_running_loop().create_task(called(self.function, *self.arguments))
         try:
             done, _ = await asyncio.wait([task], timeout=max(0.0, seconds))
         except asyncio.CancelledError:
-            task.cancel()
+            _leave(task)
             raise
         if not done:
-            task.cancel()
-            task.add_done_callback(_heard)
-            raise CallFailed(f"no answer within {self.limits.deadline_s:g} s")
+            _leave(task)
+            raise CallFailed(f"no answer within {self.deadline_s:g} s")
         if task.cancelled():
             raise CallFailed("the function cancelled its own call")
         return task.result()
@@ -162,15 +184,20 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def _trace(error: BaseException) -> str:
-    """Return the traceback from the function on, without secrets."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
-    return redacted("".join([*lines, *traceback.format_exception_only(error)]))
+    """Return the traceback from the function on, and those of its causes, without secrets."""
+    told = traceback.TracebackException.from_exception(error)
+    left: list[traceback.TracebackException | None] = [told]
+    while left:
+        if each := left.pop():
+            each.stack = traceback.StackSummary.from_list([x for x in each.stack if x.filename != __file__])
+            left += [each.__cause__, each.__context__, *(each.exceptions or ())]
+    return redacted("".join(told.format()))
 
 
-def _heard(task: "asyncio.Future[Any]") -> None:
-    if not task.cancelled():
-        task.exception()  # or asyncio reports that nobody asked for it
+def _leave(task: "asyncio.Task[Any]") -> None:
+    """Cancel a task, and hear of it however it ends, or asyncio reports that nobody asked for its exception."""
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    task.cancel()
 
 
 class _Room:
@@ -195,7 +222,7 @@ class _Room:
         except asyncio.CancelledError:
             if turn in self._waiting:
                 self._waiting.remove(turn)
-            else:
+            elif not turn[1].cancelled():  # it had been let in
                 self.leave(tokens)
             raise
 
@@ -203,8 +230,9 @@ class _Room:
         self._calls, self._tokens = self._calls + 1, self._tokens + tokens
         while self._waiting and self._fits(self._waiting[0][0]):
             size, turn = self._waiting.pop(0)
-            self._take(size)
-            turn.set_result(None)
+            if not turn.cancelled():
+                self._take(size)
+                turn.set_result(None)
 
     def _fits(self, tokens: float) -> bool:
         return self._calls > 0 and self._tokens >= tokens
@@ -276,6 +304,13 @@ def _not_stop(error: BaseException) -> BaseException:
     return error
 
 
+def _tell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what went wrong in a task that nobody waits for, without secrets."""
+    del loop
+    error = context.get("exception")
+    logging.warning("%s%s", context["message"], "" if error is None else f": {failures.cause_of(error)}")
+
+
 class _Beating:
     """The process's event loop, in a thread of its own, and when it last had time."""
 
@@ -285,8 +320,11 @@ class _Beating:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
+        self.loop.set_exception_handler(_tell)
         self._note()
-        self.loop.run_forever()
+        while True:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of a task, which holds it too
+                self.loop.run_forever()
 
     def _note(self) -> None:
         self.beat = time.monotonic()

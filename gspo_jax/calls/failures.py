@@ -86,7 +86,8 @@ def after_s(error: BaseException) -> float | None:
     error = _only(error)
     if isinstance(error, CallFailed):
         return error.after_s
-    headers = getattr(getattr(error, "response", error), "headers", None)
+    response = _attribute(error, "response")
+    headers = _attribute(error if response is None else response, "headers")
     return retry_after(headers.get("retry-after")) if isinstance(headers, Mapping) else None
 
 
@@ -121,7 +122,7 @@ def cause_of(error: BaseException) -> str:
             return "connection reset"
     if isinstance(error, TimeoutError) or type(error).__name__.endswith("Timeout"):
         return "timed out"
-    text = " ".join(str(error).split())
+    text = _text(error)
     if passes(error) and any(words in text for words in _ENDED):
         return "the server ended the connection"
     return _short(f"{type(error).__name__}: {text}" if text else type(error).__name__)
@@ -149,15 +150,30 @@ def _short(text: str) -> str:
 
 def _status(error: BaseException) -> int | None:
     """Return the HTTP status of an error: httpx and requests give it with the response, others themselves."""
-    response: Any = getattr(error, "response", None)
-    for each in (getattr(error, "status_code", None), getattr(response, "status_code", None), _of_aiohttp(error)):
+    response = _attribute(error, "response")
+    for each in (_attribute(error, "status_code"), _attribute(response, "status_code"), _of_aiohttp(error)):
         if isinstance(each, int) and each >= 400:
             return each
     return None
 
 
 def _of_aiohttp(error: BaseException) -> Any:
-    return getattr(error, "status", None) if type(error).__module__.startswith("aiohttp") else None
+    return _attribute(error, "status") if type(error).__module__.startswith("aiohttp") else None
+
+
+def _attribute(error: Any, name: str) -> Any:
+    """Return an attribute, None without. One that raises, as httpx's do before there is a request, is none."""
+    try:
+        return getattr(error, name, None)
+    except Exception:
+        return None
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return " ".join(str(error).split())
+    except Exception:
+        return ""
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -3,8 +3,10 @@
 Each question is asked once: equal ones, of responses alike or of a response asked ahead of its batch, share the answer.
 """
 
+import dataclasses
 import hashlib
 import json
+import pickle
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -61,10 +63,13 @@ class Questions:
             return self._function.ask(rows, self.calls)
         if not self.is_single:
             return self._of_batch(self._function, rows)
-        return [self._answer(row, once=True) for row in rows]
+        found = [self._answer(row) for row in rows]
+        for key, future in found:  # not earlier: an equal row of this batch is not asked about again
+            future.add_done_callback(lambda done, key=key: self._drop_failure(key, done))
+        return [future for _, future in found]
 
-    def _answer(self, row: Row, *, once: bool = False) -> "Future[Outcome[float]]":
-        key = hashlib.blake2b(json.dumps(row, sort_keys=True, default=repr).encode(), digest_size=16).digest()
+    def _answer(self, row: Row) -> "tuple[bytes, Future[Outcome[float]]]":
+        key = hashlib.blake2b(_written(row), digest_size=16).digest()
         with self._lock:
             future = self._kept.get(key)
             if future is None:
@@ -73,9 +78,7 @@ class Questions:
             self._kept.move_to_end(key)
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
-        if once:
-            future.add_done_callback(lambda done: self._drop_failure(key, done))
-        return future
+        return key, future
 
     def _drop_failure(self, key: bytes, future: "Future[Outcome[float]]") -> None:
         with self._lock:
@@ -84,8 +87,10 @@ class Questions:
 
     def _of_batch(self, function: Callable[..., Any], rows: Sequence[Row]) -> Answers:
         columns = [list(column) for column in zip(*rows, strict=True)]
-        whole = self.calls.submit(function, *columns, tokens=_tokens(rows))
-        return [mapped(whole, lambda outcome, i=i: _share(outcome, i, len(rows))) for i in range(len(rows))]
+        whole = mapped(
+            self.calls.submit(function, *columns, tokens=_tokens(rows)), lambda each: _list_of(each, len(rows))
+        )
+        return [mapped(whole, lambda outcome, i=i: _share(outcome, i)) for i in range(len(rows))]
 
 
 def score_of(outcome: Outcome[Any]) -> Outcome[float]:
@@ -105,23 +110,43 @@ def _judged(outcome: Outcome[Any], value: Any) -> Outcome[float]:
     return Outcome(None, wrong, **given) if wrong else Outcome(score, **given)
 
 
-def _share(outcome: Outcome[Any], place: int, count: int) -> Outcome[float]:
-    """Return one row's outcome of a function of the whole batch."""
+def _list_of(outcome: Outcome[Any], count: int) -> Outcome[list[Any]]:
+    """Return the outcome of a function of the whole batch with a list of `count` values."""
     if outcome.error is not None:
         return outcome
     returned: Any = outcome.value
     try:
         values = list(returned)
-    except TypeError:
+    except Exception:
         values = None
-    if values is None or len(values) != count:
-        what = "no list" if values is None else f"{len(values)} scores"
-        return Outcome(None, f"returned {what} for {count} completions; return one score for each", raised=True)
-    value = values[place]
+    if values is not None and len(values) == count:
+        return dataclasses.replace(outcome, value=values)
+    what = "no list" if values is None else f"{len(values)} scores"
+    return Outcome(None, f"returned {what} for {count} completions; return one score for each", raised=True)
+
+
+def _share(outcome: Outcome[list[Any]], place: int) -> Outcome[float]:
+    """Return one row's outcome of a function of the whole batch."""
+    if outcome.value is None:
+        return Outcome(None, outcome.error, outcome.raised, outcome.queued_s, outcome.cause, outcome.retries)
+    value = outcome.value[place]
     if isinstance(value, Exception):
         return Outcome(None, failures.cause_of(value), raised=not failures.is_failure(value))
     return _judged(outcome, value)
 
 
 def _tokens(rows: Sequence[Row]) -> int:
-    return sum(len(prompt.encode()) + len(completion.encode()) for prompt, completion, _ in rows) // _BYTES_PER_TOKEN
+    texts = (text for prompt, completion, _ in rows for text in (prompt, completion))
+    return sum(len(text.encode(errors="replace")) for text in texts) // _BYTES_PER_TOKEN
+
+
+def _written(row: Row) -> bytes:
+    """Return a text that only equal rows have, of JSON or, for what JSON has not, as it is pickled."""
+    try:
+        return json.dumps(row, sort_keys=True).encode()
+    except (TypeError, ValueError):
+        pass
+    try:
+        return pickle.dumps(row)
+    except Exception:
+        return repr(row).encode(errors="backslashreplace")

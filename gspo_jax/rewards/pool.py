@@ -8,7 +8,7 @@ Workers exchange JSON over pipes. They see few environment variables, none of th
 import contextlib
 import json
 import os
-import secrets
+import secrets as random_bytes
 import signal
 import subprocess
 import sys
@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from gspo_jax import limited
+from gspo_jax import limited, secrets
 from gspo_jax.calls.outcomes import Outcome
 from gspo_jax.rewards import scores
 from gspo_jax.sandbox.box import deadline
@@ -138,7 +138,7 @@ class _Worker:
             self._ready = True
         # For a worker that cannot end the call itself.
         with deadline(self._timeout_s + _MARGIN_S, self._expire):
-            nonce = secrets.token_hex(16).encode()
+            nonce = random_bytes.token_hex(16).encode()
             try:
                 assert self.process.stdin is not None
                 self.process.stdin.write(nonce + b"\n" + request)
@@ -156,7 +156,7 @@ class _Worker:
             case {"score": float() | None as score}:
                 return to_outcome(score)
             case {"error": str(error)}:
-                return Outcome(None, error, raised=True)
+                return Outcome(None, secrets.redacted(error), raised=True)
             case {"ended": str(how)}:
                 raise CallEnded(f"the call's process ended with {how}")
             case {"timed_out": True}:

@@ -25,11 +25,13 @@ from gspo_jax.rewards import environments, scores
 from gspo_jax.rewards.scorer import FEWEST_FAILURES, LOOK_S, BrokenWatch, check_loop, unless_stopped
 from gspo_jax.rewards.tools import shortened
 from gspo_jax.sandbox import Request, Sandbox, Verdict
+from gspo_jax.secrets import redacted
 
 NO_OUTPUT = "(no output)\n"
 BROKEN = "(the program could not be run)\n"
 CLOSING_S = 5.0
 """Seconds at the end for environments to close."""
+_CLOSING_AT_ONCE = 1024
 
 Message = Mapping[str, Any]
 
@@ -46,6 +48,8 @@ class TurnOver:
     """Everything since the prompt, earlier replies included."""
     turns: tuple[str, ...]
     """The policy's own turns, the newest last."""
+    befores: tuple[str, ...]
+    """What of the completion comes before each of these."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +108,9 @@ class Replies(AbstractContextManager["Replies"]):
             limits = dataclasses.replace(limits, tries=1)
         self.tool_format = ""
         """Format of tool calls, one of `tool_calls.FORMATS`; to be set for an environment with tools."""
-        self._calls, self._closings = Calls(limits), Calls(dataclasses.replace(limits, tries=1))
-        self._watch = BrokenWatch("environment", name)
+        self._calls, self._watch = Calls(limits), BrokenWatch("environment", name)
+        self._closing = Calls(dataclasses.replace(limits, concurrency=_CLOSING_AT_ONCE))  # never behind other calls
         self._live: dict[bytes, _Live] = {}
-        self._ending = set[Future[Outcome[Any]]]()
         sandboxed = name in environments.SANDBOXED
         self._sandbox = Sandbox(workers=setting.workers, unsafe=setting.unsafe) if sandboxed else None
         self.interrupted: Callable[[], bool] = lambda: False
@@ -129,7 +132,11 @@ class Replies(AbstractContextManager["Replies"]):
     def begin(self, turn: TurnOver) -> "Future[Outcome[Reply]]":
         """Begin to reply. The future never raises."""
         if self.is_object:
-            return mapped(self._calls.submit(self._stepped, turn), _reply_of)
+            live = self._live.get(turn.id)
+            parts = (
+                len(turn.turns) - live.turns if live is not None and live.turns < len(turn.turns) else len(turn.turns)
+            )
+            return mapped(self._calls.submit(self._stepped, turn, parts=parts), _reply_of)
         if self._sandbox is None:
             asked = self._calls.submit(self._answer, turn.prompt, turn.completion, turn.record)
             return mapped(asked, lambda outcome: self._checked(_reply_of(outcome)))
@@ -159,29 +166,31 @@ class Replies(AbstractContextManager["Replies"]):
     def finish(self, ids: Sequence[bytes]) -> None:
         """Close the environments of episodes that are over, without waiting for it."""
         for id in ids:
-            self._end(self._live.pop(id, None))
+            self._end(id)
 
     def close(self) -> None:
-        """Close all environments and end the sandboxes. Idempotent."""
-        self.finish(list(self._live))
-        wait(set(self._ending), timeout=CLOSING_S)
-        for calls in (self._calls, self._closings):
-            calls.close()
+        """End all calls, close all environments and end the sandboxes. Idempotent."""
+        self._calls.close()
+        wait([self._end(id) for id in list(self._live)], timeout=CLOSING_S)
+        self._closing.close()
         if self._sandbox is not None:
             self._sandbox.close()
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _end(self, live: _Live | None) -> None:
-        if live is not None and hasattr(live.made, "close"):
-            end = self._closings.submit(live.made.close)
-            self._ending.add(end)
-            end.add_done_callback(self._closed)
+    def _end(self, id: bytes) -> "Future[Outcome[Any]]":
+        """Begin to close an episode's environment, if there is one."""
+        live = self._live.pop(id, None)
+        if live is None or not hasattr(live.made, "close"):
+            return settled(Outcome(None))
+        end = self._closing.submit(live.made.close)
+        end.add_done_callback(self._closed)
+        return end
 
     async def _opened(self, id: bytes, record: dict[str, Any]) -> Any:
-        self._end(self._live.pop(id, None))
-        live = self._live[id] = _Live(self._answer())  # type: ignore[call-arg]
+        self._end(id)
+        live = self._live[id] = _Live(await called(self._answer))
         return await called(live.made.reset, record) if hasattr(live.made, "reset") else None
 
     async def _stepped(self, turn: TurnOver) -> Reply:
@@ -190,15 +199,16 @@ class Replies(AbstractContextManager["Replies"]):
             await self._opened(turn.id, turn.record)
             live = self._live[turn.id]
         reply = Reply(None)
-        for number in range(live.turns, len(turn.turns)):
+        for place in range(live.turns, len(turn.turns)):
             live.turns += 1
-            reply = await self._step(live.made, turn.turns[number], _before(turn, number))
+            reply = await self._step(live.made, turn, place)
         return reply
 
-    async def _step(self, made: Any, said: str, before: str) -> Reply:
-        """Take a turn, which continues a text."""
+    async def _step(self, made: Any, turn: TurnOver, place: int) -> Reply:
+        said = turn.turns[place]
         if self.tools is None:
-            return self._understood(await called(made.step, {"role": "assistant", "content": said}), tools=False)
+            return self._understood(await called(made.step, {"role": "assistant", "content": said}))
+        before = turn.befores[place] if place else turn.prompt + turn.befores[place]
         content, calls = tool_calls.parse(said, self.tool_format, self.tools, before=before)
         wrong = [_tool_message(i, call.name, call.error) for i, call in enumerate(calls) if call.error]
         right = [(i, call) for i, call in enumerate(calls) if not call.error]
@@ -210,19 +220,20 @@ class Replies(AbstractContextManager["Replies"]):
                 {"id": _id(i), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for i, call in right
             ]
-        reply = self._understood(await called(made.step, message), tools=bool(right))
+        reply = self._understood(await called(made.step, message), call=right[0] if right else None)
         if not wrong or reply.said is None:
             return reply
         return Reply([*reply.said, *wrong], reply.reward)  # type: ignore[list-item]
 
-    def _understood(self, returned: Any, *, tools: bool) -> Reply:
-        """Return what `step` returned as a reply."""
-        said, reward = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+    def _understood(self, returned: Any, *, call: "tuple[int, tool_calls.Call] | None" = None) -> Reply:
+        """Return what `step` returned as a reply; a text alone is that to `call`, with its number."""
+        with_reward = isinstance(returned, tuple) and len(returned) == 2 and not environments.are_messages(returned)
+        said, reward = returned if with_reward else (returned, None)
         score = scores.as_float(reward)
         if score is not None and (wrong := scores.fault(score)):
             raise ValueError(f"the environment {wrong} as a reward")
-        if isinstance(said, str) and tools:
-            said = [_tool_message(0, "", said)]
+        if isinstance(said, str) and call is not None:
+            said = [_tool_message(call[0], call[1].name, said)]
         if isinstance(said, Mapping):
             said = [said]
         if said is not None and not isinstance(said, str) and not environments.are_messages(said):
@@ -236,7 +247,7 @@ class Replies(AbstractContextManager["Replies"]):
         said = None if outcome.value is None else outcome.value.said
         if said is None or isinstance(said, str):
             return outcome
-        text = f"environment {self._name} replied {said!r}; return a text, or None to end the episode"
+        text = redacted(f"environment {self._name} replied {said!r:.200}; return a text, or None to end the episode")
         return Outcome(None, text, cause=text)
 
     def _wait(self, pending: Sequence["Future[Any]"], until: float) -> None:
@@ -262,23 +273,10 @@ class Replies(AbstractContextManager["Replies"]):
             )
 
     def _closed(self, end: "Future[Outcome[Any]]") -> None:
-        self._ending.discard(end)
         outcome = end.result()
         if outcome.error is not None:
-            self._closings.renew()  # one that fails keeps no other from being closed
+            self._closing.renew()  # one that fails keeps no other from being closed
             logging.warning("environment %r could not be closed: %s", self._name, outcome.failed_by)
-
-
-def _before(turn: TurnOver, number: int) -> str:
-    """Return the text that one of an episode's turns continues."""
-    if number == 0:
-        return turn.prompt
-    at = 0
-    for said in turn.turns[:number]:
-        at = max(at, turn.completion.find(said, at)) + len(said)
-    last = number + 1 == len(turn.turns)
-    at = turn.completion.rfind(turn.turns[number], at) if last else turn.completion.find(turn.turns[number], at)
-    return turn.completion[: max(0, at)]
 
 
 def _reply_of(outcome: Outcome[Any]) -> Outcome[Reply]:

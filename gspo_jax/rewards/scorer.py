@@ -21,7 +21,7 @@ import numpy as np
 from absl import logging
 from jaxtyping import Bool, Float
 
-from gspo_jax import references, signals
+from gspo_jax import references, secrets, signals
 from gspo_jax.calls import calls
 from gspo_jax.calls.calls import Calls, Limits
 from gspo_jax.calls.outcomes import Outcome, settled
@@ -33,7 +33,6 @@ from gspo_jax.rewards.certain import DECIDERS
 from gspo_jax.rewards.pool import Pool, to_outcome
 from gspo_jax.rewards.scores import MOST, NONE
 from gspo_jax.sandbox import Request, Sandbox, Verdict
-from gspo_jax.secrets import redacted
 from gspo_jax.thoughts import answer_part
 
 RewardFunction = Callable[[str, str, dict[str, Any]], float | None]
@@ -104,7 +103,7 @@ class Scorer(AbstractContextManager["Scorer"]):
           askers: further functions by name, made from a config, as a judge.
           limits: of the calls of each function that waits for others.
           most_failed: share of a batch's responses without a score by one function with which `confirm` ends the run.
-          environment: names of environment variables that worker processes see.
+          environment: names of environment variables that worker processes see, and whose values no message has.
 
         Raises:
           UserError: a function is unknown, a number is out of range, or there is no sandbox.
@@ -116,6 +115,8 @@ class Scorer(AbstractContextManager["Scorer"]):
             raise UserError(
                 f"scoring.workers is {workers} and scoring.timeout_s {timeout_s}; both must be above 0, and finite"
             )
+        for name in environment:
+            secrets.keep(name)
         self._weights, self._scores = dict(functions), scores
         self._watches = {name: BrokenWatch("reward", name) for name in functions}
         self._functions, self._isolated, self._programs, waiting = find(functions, own or {}, askers or {})
@@ -142,10 +143,11 @@ class Scorer(AbstractContextManager["Scorer"]):
     def ahead(self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, Any]]) -> None:
         """Begin calls for completions that will be scored later, as others are still being sampled."""
         rows = zip_rows(prompts, completions, records)
+        if self._asked_since is None:
+            self._asked_since = time.monotonic()
+            self._renew()
         for name, questions in self._questions.items():
-            if asked := [row for row in rows if self._scores(name, row[2])]:
-                self._asked_since = self._asked_since or time.monotonic()
-                questions.ahead(asked)
+            questions.ahead([row for row in rows if self._scores(name, row[2])])
 
     def score(self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, Any]]) -> Scores:
         """Score B completions. Every process calls it, with its own completions.
@@ -268,8 +270,8 @@ class Scorer(AbstractContextManager["Scorer"]):
         asked = asked or {name: [True] * len(rows) for name in self._weights}
         pending: dict[str, list[Future[Outcome[float]]]] = {name: [] for name in (*self._isolated, *self._programs)}
         try:
+            self._renew()
             for name, questions in self._questions.items():
-                questions.calls.renew()
                 answers = iter(questions.ask(list(itertools.compress(rows, asked[name]))))
                 pending[name] = [next(answers) if wanted else settled(_NOT_ASKED) for wanted in asked[name]]
             for name in (*self._isolated, *self._programs):
@@ -296,6 +298,10 @@ class Scorer(AbstractContextManager["Scorer"]):
             for futures in pending.values():
                 for future in futures:
                     future.cancel()  # matters only after an exception
+
+    def _renew(self) -> None:
+        for questions in self._questions.values():
+            questions.calls.renew()
 
     def _go_on(self) -> None:
         if self._closed or self.interrupted():
@@ -475,12 +481,12 @@ class BrokenWatch:
             # Responses to a prompt are adjacent.
             self._raised_on += 1 + sum(a[0] != b[0] or a[2] != b[2] for (a, _), (b, _) in itertools.pairwise(judged))
             if self._raised_on > self._allowed:
-                first = redacted(judged[0][1].error or "")
+                first = secrets.redacted(judged[0][1].error or "")
                 raise ScoringFailed(f"{what} raised on all {len(judged)} completions; the first error:\n{first}")
         if failures:
-            causes = collections.Counter(redacted(str(o.failed_by)) for o in failures)
+            causes = collections.Counter(secrets.redacted(str(o.failed_by)) for o in failures)
             most = ", ".join(f"{cause} ({times} x)" for cause, times in causes.most_common(3))
-            told = [redacted(str(o.error)) for o in failures if o.raised or o.error not in causes]
+            told = [secrets.redacted(str(o.error)) for o in failures if o.raised or o.error not in causes]
             first = f"; the first error: {told[0]}" if told else ""
             logging.warning("%s failed on %d of %d completions: %s%s", what, len(failures), count, most, first)
 

@@ -47,7 +47,8 @@ def countdown_steps(prompt: str, completion: str, record: Record) -> list[tuple[
 def environment(prompt: str, completion: str, record: Record) -> list[tuple[int, float]]:
     """Return the rewards that the environment's object gave to an episode's turns."""
     del prompt
-    return [(min(end, len(completion)), reward) for end, reward in record.get(EPISODE, ())]
+    length = len(completion)  # a turn may have no text, and so may all of them
+    return [(min(max(end, 1), length), reward) for end, reward in record.get(EPISODE, ()) if length]
 
 
 def _apply_step(available: Counter[int], step: re.Match[str]) -> bool:

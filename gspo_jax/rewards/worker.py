@@ -36,7 +36,7 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from gspo_jax import references
+from gspo_jax import limited, references, secrets
 from gspo_jax.rewards.scores import as_float
 
 _LIMITS = {
@@ -72,6 +72,8 @@ def main() -> None:
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (most, most))
     timeout_s = float(sys.argv[1])
+    for name in os.environ.keys() - limited.environment().keys() - {"HOME"}:
+        secrets.keep(name)
     for module in sys.argv[2:]:
         references.module(module)
     _prctl(_SET_DUMPABLE, 0)  # denies the runner this process's /proc/PID/fd and mem
@@ -173,7 +175,8 @@ def _run(timeout_s: float, requests: BinaryIO, bell: int, slot: mmap.mmap) -> No
             is_full = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _NO_MORE)
             if is_full and number:  # earlier calls may be to blame
                 os._exit(1)
-            reply = {"error": traceback.format_exc()[-_TRACEBACK_CHARACTERS:]}
+            end = traceback.format_exc()[-2 * _TRACEBACK_CHARACTERS :]  # what a cut leaves of a secret looks like none
+            reply = {"error": secrets.redacted(end)[-_TRACEBACK_CHARACTERS:]}
         body = json.dumps(reply).encode()
         slot[_HEADER.size : _HEADER.size + len(body)] = body
         has_piled = any(map(operator.gt, _held(), most))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
+from absl import logging
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped, UInt32
 
@@ -43,6 +44,8 @@ class TurnOver:
     """Everything since the prompt."""
     turns: list[list[int]]
     """The policy's own turns, the newest last."""
+    starts: list[int]
+    """Tokens before each of these."""
 
 
 class Answer(NamedTuple):
@@ -397,13 +400,15 @@ class Player:
     def _turn_over(self, episodes: Episodes, row: int) -> TurnOver:
         rollout: Any = episodes.rollout
         mask, drawn, ends = rollout.mask[row], rollout.action_mask[row], episodes.turn_ends[row]
-        spans = itertools.pairwise([0, *ends[: episodes.turns[row]]])
+        spans = list(itertools.pairwise([0, *ends[: episodes.turns[row]].tolist()]))
+        turns = [rollout.tokens[row, a:b][drawn[a:b]].tolist() for a, b in spans]
         return TurnOver(
             id=episodes.keys[row].tobytes(),
             text=episodes.texts[row],
             record=episodes.records[row],
             tokens=rollout.tokens[row][mask].tolist(),
-            turns=[rollout.tokens[row, a:b][drawn[a:b]].tolist() for a, b in spans],
+            turns=turns,
+            starts=[b - len(turn) for (_, b), turn in zip(spans, turns, strict=True)],
         )
 
     def _opened(self, episodes: Episodes, environment: Environment) -> Episodes:
@@ -420,7 +425,14 @@ class Player:
         prompts, lengths, failed = self._gathered((prompts, lengths, failed), len(episodes))
         first = np.argmin(failed.reshape(-1, G), axis=1)  # of those that did not fail
         chosen = np.repeat(np.arange(0, len(episodes), G) + first, G)
-        failed = failed | (prompts != prompts[chosen]).any(axis=1) | (lengths != lengths[chosen])
+        other = ~failed & ((prompts != prompts[chosen]).any(axis=1) | (lengths != lengths[chosen]))
+        if other.any():
+            logging.warning(
+                "the environment's reset gave %d of %d episodes another prompt than the first of their group, and they "
+                "have no score; make it depend on the record alone",
+                *(other.sum(), len(other)),
+            )
+        failed = failed | other
         old, texts = rollout.prompts, episodes.texts.copy()
         rollout = dataclasses.replace(rollout, prompts=prompts[chosen], prompt_lengths=lengths[chosen])
         for row in range(0, len(episodes), G):
@@ -436,7 +448,9 @@ class Player:
         ends[rows, turns[rows] - 1] = np.asarray(rollout.mask)[rows].sum(axis=1)
         may = (turns < self._max_turns) | environment.asks_last
         asks = over & may & ~np.asarray(rollout.truncated) & ~episodes.failed
-        episodes = dataclasses.replace(episodes, turn_ends=ends, waiting=asks, ended=episodes.ended & ~asks)
+        episodes = dataclasses.replace(
+            episodes, turn_ends=ends, waiting=episodes.waiting | asks, ended=episodes.ended & ~asks
+        )
         own = self._own(len(over))
         self._begin(episodes, own[asks[own]], environment)
         environment.finish([episodes.keys[row].tobytes() for row in own[(over & ~asks)[own]]])

@@ -1,15 +1,16 @@
 """An environment on token ids: turns to text, replies to tokens."""
 
+import collections
 import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from gspo_jax.calls import failures
 from gspo_jax.calls.outcomes import Outcome, mapped
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer
-from gspo_jax.errors import UserError
 from gspo_jax.rewards.replies import Replies, Reply
 from gspo_jax.rewards.replies import TurnOver as Said
 from gspo_jax.rollout.episodes import Answer, TurnOver
@@ -26,7 +27,7 @@ class TokenTurns:
         """Wrap an environment. `encode` is for prompts that it writes, of at most `max_prompt_length` tokens."""
         self._replies, self._tokenizer, self._encode, self._longest = replies, tokenizer, encode, max_prompt_length
         self.asks_last: bool = replies.is_object
-        self._told: list[tuple[Said, Outcome[Any]]] = []
+        self._told: collections.deque[tuple[Said, Outcome[Any]]] = collections.deque()
         self._tools = None if replies.tools is None else replies.tools.schemas
 
     def open(self, turns: Sequence[TurnOver]) -> list[tuple[list[int] | None, bool]]:
@@ -52,7 +53,7 @@ class TokenTurns:
     def wait(self, pending: "Sequence[Future[Answer]]", *, within_s: float = math.inf) -> None:
         """Wait for answers, and check what has failed; see `Environment`."""
         self._replies.wait(pending, until=time.monotonic() + within_s)
-        told, self._told = self._told, []
+        told = [self._told.popleft() for _ in range(len(self._told))]  # another thread goes on to add some
         self._replies.told([said for said, _ in told], [outcome for _, outcome in told])
 
     def finish(self, ids: Sequence[bytes]) -> None:
@@ -61,14 +62,16 @@ class TokenTurns:
 
     def _said(self, turn: TurnOver) -> Said:
         decode = self._tokenizer.decode
-        return Said(turn.id, turn.text, turn.record, decode(turn.tokens), tuple(map(decode, turn.turns)))
+        befores = tuple(decode(turn.tokens[:start]) for start in turn.starts)
+        return Said(turn.id, turn.text, turn.record, decode(turn.tokens), tuple(map(decode, turn.turns)), befores)
 
     def _begin(self, turn: TurnOver, said: Said) -> "Future[Answer]":
         def answered(outcome: Outcome[Reply]) -> Answer:
             try:
                 answer = self._answer(outcome, turn.tokens[-1])
-            except UserError as error:  # a reply that the chat template rejects
-                outcome, answer = Outcome(None, str(error), cause=str(error)), _NO_ANSWER
+            except Exception as error:  # a reply that the chat template or the tokenizer rejects
+                cause = f"the reply cannot be written as tokens: {failures.cause_of(error)}"
+                outcome, answer = Outcome(None, cause, cause=cause), _NO_ANSWER
             self._told.append((said, outcome))
             return answer
 
@@ -99,13 +102,15 @@ class TokenTurns:
             said = _mended(said)
             own = {"question": said} if isinstance(said, str) else {"messages": said}
             tokens = self._encode({**turn.record, "messages": None} | own)
-        except (UserError, TypeError, KeyError, ValueError) as error:
-            cause = f"reset returned no prompt: {error}"
+        except Exception as error:
+            cause = f"reset returned no prompt: {failures.cause_of(error)}"
             return Outcome(None, cause, cause=cause)
-        if len(tokens) > self._longest:
+        if 0 < len(tokens) <= self._longest:
+            return Outcome(tokens)
+        cause = "reset returned an empty prompt"
+        if tokens:
             cause = f"reset returned a prompt longer than data.max_prompt_length, {self._longest} tokens"
-            return Outcome(None, cause, cause=cause)
-        return Outcome(tokens)
+        return Outcome(None, cause, cause=cause)
 
 
 def _mended(said: Any) -> Any:

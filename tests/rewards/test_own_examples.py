@@ -58,15 +58,16 @@ class Episode:
     """An episode of an environment."""
 
     def __init__(self, made):
-        self.made, self.turns, self.text = made, (), ""
+        self.made, self.turns, self.befores, self.text = made, (), (), ""
 
     def begin(self):
         return self._result(self.made.open(b"0", RECORD))
 
     def say(self, turn):
         """Take a turn. Return the reply and its reward, or raise what failed."""
-        self.turns, self.text = (*self.turns, turn), self.text + turn
-        return self._result(self.made.begin(TurnOver(b"0", RECORD["question"], RECORD, self.text, self.turns)))
+        self.turns, self.befores, self.text = (*self.turns, turn), (*self.befores, self.text), self.text + turn
+        over = TurnOver(b"0", RECORD["question"], RECORD, self.text, self.turns, self.befores)
+        return self._result(self.made.begin(over))
 
     def _result(self, future):
         self.made.wait([future])
@@ -122,11 +123,12 @@ def test_a_tool_on_tokens(playing):
     made = playing("http_tool.py:Adding", URL=http_server.start()).made
     made.tool_format = tokenizer.tool_format()
     turns = TokenTurns(made, tokenizer, tokenizer.encode, 64)
-    said, tokens, asked = [], [], []
+    said, tokens, asked, starts = [], [], [], []
     for text in (call("add", a=84, b=5) + call("add", a=1, b=2), call("add", a=end), "#### 89"):
         asked.append([*tokenizer.encode(text), tokenizer.eos_ids[0]])
+        starts.append(len(tokens))
         tokens += asked[-1]
-        (pending,) = turns.begin([rollout.TurnOver(b"0", "?", {}, list(tokens), list(asked))])
+        (pending,) = turns.begin([rollout.TurnOver(b"0", "?", {}, list(tokens), list(asked), list(starts))])
         turns.wait([pending])
         said.append(pending.result().reply)
     first, second, last = said

@@ -32,7 +32,7 @@ def python():
 
 def say(made, *turns):
     """Return what an environment says to each turn, the first of an episode."""
-    asked = [TurnOver(str(i).encode(), "?", {}, text, (text,)) for i, text in enumerate(turns)]
+    asked = [TurnOver(str(i).encode(), "?", {}, text, (text,), ("",)) for i, text in enumerate(turns)]
     pending = [made.begin(turn) for turn in asked]
     made.wait(pending)
     made.told(asked, [each.result() for each in pending])
@@ -86,7 +86,7 @@ def token_turns(made, tokenizer):
 
 
 def replies_to(turns, *responses):
-    asked = [rollout.TurnOver(str(i).encode(), "?", {}, tokens, [tokens]) for i, tokens in enumerate(responses)]
+    asked = [rollout.TurnOver(str(i).encode(), "?", {}, tokens, [tokens], [0]) for i, tokens in enumerate(responses)]
     pending = turns.begin(asked)
     turns.wait(pending)
     return [each.result().reply for each in pending]
@@ -172,7 +172,12 @@ def objects(written):
 
 
 def outcome(made, id, completion, *turns):
-    pending = made.begin(TurnOver(id, "?", {}, completion, turns))
+    befores, at = [], 0
+    for turn in turns:
+        at = completion.index(turn, at)
+        befores.append(completion[:at])
+        at += len(turn)
+    pending = made.begin(TurnOver(id, "?", {}, completion, turns, tuple(befores)))
     made.wait([pending])
     return pending.result()
 

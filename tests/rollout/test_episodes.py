@@ -2,6 +2,9 @@
 
 import itertools
 import math
+import time
+from concurrent.futures import Future, wait
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -318,6 +321,165 @@ def test_turns_in_parts(sampler):
             np.testing.assert_array_equal(getattr(played.rollout, name), expected)
 
 
+class Rewarding(Replying):
+    """Rewards each turn with its number and a tenth of its last token; hears which episodes are over."""
+
+    asks_last = True
+
+    def __init__(self):
+        super().__init__(answer)
+        self.finished = []
+
+    def begin(self, turns):
+        replies = self.function([], [turn.tokens for turn in turns], [])
+        rewards = [len(turn.turns) + turn.turns[-1][-1] / 100 for turn in turns]
+        return [settled(Answer(*each)) for each in zip(replies, rewards, strict=True)]
+
+    def finish(self, ids):
+        self.finished += ids
+
+
+def test_turns_have_their_ends_and_rewards(sampler):
+    """Also the last, which gets no reply; not one that was cut off. One without room for its reply is truncated."""
+    environment = Rewarding()
+    played = Player(sampler, environment=environment, max_turns=3).answer(some(0, 6), jax.random.key(57))
+    rollout, no_room = jax.device_get(played.rollout), 0
+    for i in range(12):
+        n, own = int(rollout.mask[i].sum()), rollout.action_mask[i]
+        ends = [t + 1 for t in range(n) if own[t] and (t + 1 == n or not own[t + 1])]
+        assert played.turn_ends[i].tolist() == ends + [0] * (3 - len(ends)) and len(ends) == played.turns[i]
+        stopped = [rollout.tokens[i, end - 1] in (5, *GOES_ON) for end in ends]
+        assert all(stopped[:-1])
+        wants = [turn + rollout.tokens[i, end - 1] / 100 for turn, end in enumerate(ends, 1)]
+        wants = [want if done else math.nan for want, done in zip(wants, stopped, strict=True)]
+        np.testing.assert_allclose(played.turn_rewards[i], wants + [math.nan] * (3 - len(ends)), rtol=1e-6)
+        no_room += bool(stopped[-1] and rollout.truncated[i])
+    assert no_room and len(set(environment.finished)) == len(environment.finished) == 12
+
+
+class Held(Replying):
+    """Holds back its replies to two of three prompts until two more sampling calls were made, or somebody waits."""
+
+    def __init__(self, function, sampler, monkeypatch, *, hold=lambda number: number % 3):
+        super().__init__(function)
+        self.hold, self.held, self.calls, self.outlived, self.waits, self.asked = hold, [], 0, 0, [], []
+        self.finished = []
+        resume = sampler.resume
+        monkeypatch.setattr(sampler, "resume", lambda *given, **how: self.sampled(resume(*given, **how)))
+
+    def sampled(self, decoded):
+        self.calls += 1
+        due = [future for since, future in self.held if self.calls - since >= 2 and not future.done()]
+        self.outlived += len(due)
+        for future in due:
+            future.set_result(future.answer)
+        return decoded
+
+    def begin(self, turns):
+        self.asked += [(turn.id, len(turn.turns)) for turn in turns]
+        answers = super().begin(turns)
+        for i, turn in enumerate(turns):
+            if self.hold(int(turn.record["number"])):
+                held = Future()
+                held.answer, answers[i] = answers[i].result(), held
+                self.held.append((self.calls, held))
+        return answers
+
+    def wait(self, pending, *, within_s=math.inf):
+        self.waits.append(within_s)
+        if within_s == math.inf:
+            for _, future in self.held:
+                future.done() or future.set_result(future.answer)
+        wait(pending, timeout=within_s)
+
+    def finish(self, ids):
+        self.finished += ids
+
+
+def check_played(played, whole):
+    """Check that the responses of a batch are those of one call for all prompts."""
+    rows = [row_of(played, i) for i in range(len(played.turns))]
+    np.testing.assert_array_equal(played.turns, whole.turns[rows])
+    for name in ("tokens", "action_mask", "truncated"):
+        expected = np.asarray(getattr(whole.rollout, name))[rows]
+        np.testing.assert_array_equal(getattr(played.rollout, name), expected)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def in_turns(sampler):
+    """Return all episodes of several turns, each reply awaited."""
+    sampler.load(Weights.full(place(params(), MESH)))
+    return Player(sampler, environment=Replying(answer), max_turns=3).answer(some(0, 12), KEY)
+
+
+def test_episodes_go_on_while_others_wait_for_their_replies(sampler, in_turns, monkeypatch):
+    """Also from arrays, by a player that has asked nothing. Each turn is asked about once by each."""
+    environment = Held(answer, sampler, monkeypatch)
+    player = Player(sampler, environment=environment, max_turns=3, patience_s=0.0)
+    settings = {"groups": 2, "group_size": G, "in_flight": 6, "min_ended": 0.5}
+    buffer, prompts = Buffer(player, **settings), in_fours()
+    rows = check_played(buffer.play(prompts, KEY), in_turns)
+    assert environment.outlived, "two sampling calls were made while a reply was pending"
+    left = buffer.episodes
+    assert left is not None and left.waiting.any() and not left.live[left.waiting].any()
+    assert not left.prefix_lengths[left.waiting].any()
+    saved = left.to_arrays(), left.texts.tolist(), left.records.tolist()
+    for made in (player, Player(sampler, environment=Held(answer, sampler, monkeypatch), max_turns=3, patience_s=0.0)):
+        again, prompts = Buffer(made, **settings, episodes=Episodes.from_arrays(*saved)), in_fours(8)
+        again.started, again._policies = buffer.started, buffer._policies
+        more = rows + check_played(again.play(prompts, KEY), in_turns)
+        assert len(set(more)) == len(more) == 8
+        asked = made._environment.asked
+        assert len(set(asked)) == len(asked), "a turn was asked about twice"
+    assert len(set(environment.finished)) == len(environment.finished)
+
+
+def test_nothing_is_busy_while_all_episodes_wait(sampler, monkeypatch):
+    """Five looks a second at most, and no sampling call without an episode to sample."""
+    environment = Held(answer, sampler, monkeypatch, hold=lambda number: True)
+    player = Player(sampler, environment=environment, max_turns=2, patience_s=0.0)
+    episodes = player.begin(some(0, 6), KEY)
+    while episodes.live.any():
+        episodes = player.resume(episodes, patient=False)
+    assert episodes.waiting.any()
+    environment.waits.clear()
+    calls, begun = environment.calls, time.monotonic()
+    for _ in range(3):
+        episodes = player.resume(episodes, patient=False)
+    assert environment.calls == calls and time.monotonic() - begun >= 0.6 * 0.99
+    assert environment.waits == [0.0, 0.2] * 3
+    assert player.finish(episodes).ended.all()
+
+
+class Opening(Replying):
+    """Begins episodes with prompts of its own: `opened` holds those of all."""
+
+    def __init__(self, opened):
+        super().__init__(answer)
+        self.opened = opened
+
+    def open(self, turns):
+        return self.opened
+
+
+def test_an_environment_begins_the_episodes_of_a_group_alike(sampler, caplog):
+    """The first that did not fail decides; others have failed. A group that failed keeps its prompt."""
+    lost, kept = (None, True), (None, False)
+    opened = [([3, 4], False), ([3, 4], False), lost, ([9] * 6, False), ([1], False), ([2], False), lost, lost]
+    begun = Player(sampler, environment=Opening(opened)).begin(some(0, 4), KEY)
+    assert begun.failed.tolist() == [False, False, True, False, False, True, True, True]
+    rollout: Any = begun.rollout
+    prompts = [row[:n].tolist() for row, n in zip(rollout.prompts, rollout.prompt_lengths, strict=True)]
+    own = PROMPTS.tokens[3, : PROMPTS.lengths[3]].tolist()
+    assert prompts == [[3, 4]] * 2 + [[9] * 6] * 2 + [[1]] * 2 + [own] * 2
+    assert "reset gave 1 of 8 episodes another prompt than the first of their group" in caplog.text
+    caplog.clear()
+    begun = Player(sampler, environment=Opening([kept] * 8)).begin(some(0, 4), KEY)
+    assert not begun.failed.any() and not caplog.text
+    np.testing.assert_array_equal(begun.rollout.prompts, np.repeat(PROMPTS.tokens[:4], G, axis=0))
+
+
 @pytest.mark.slow
 def test_drafts_change_no_turn(sampler):
     """Episodes of several turns, whole and in parts, with drafts from those that were played before."""
@@ -372,7 +534,7 @@ def test_a_call_can_be_ended_before_and_in_the_midst_of_its_decode_steps(monkeyp
     assert polls == [0, 2, 0]
 
 
-class Opening(Replying):
+class OpeningSome(Replying):
     """Begins the episodes of some prompts with another one, and fails in one episode."""
 
     def __init__(self):
@@ -385,7 +547,7 @@ class Opening(Replying):
 
 def test_a_prompt_of_the_environment_takes_the_place_of_its_text(sampler):
     """Rewards and samples have the prompt that the policy reads, whichever episode of the group fails."""
-    episodes = Player(sampler, environment=Opening(), max_turns=2).begin(some(0, 4), KEY)
+    episodes = Player(sampler, environment=OpeningSome(), max_turns=2).begin(some(0, 4), KEY)
     assert episodes.texts[::G].tolist() == ["prompt 0", "tokens [7, 8, 9]", "prompt 2", "tokens [7, 7, 7, 7, 7, 7]"]
     assert (episodes.texts[::G] == episodes.texts[1::G]).all()
     assert episodes.rollout.prompt_lengths.tolist()[2:4] == [3, 3] and episodes.failed.sum() == 1
