@@ -72,7 +72,8 @@ class Questions:
         with self._lock:
             future = self._kept.get(key)
             if future is None:
-                asked = self.calls.submit(self._function, *row, tokens=_tokens([row]))
+                function: Any = self._function
+                asked = self.calls.submit(function, *row, tokens=_tokens([row]))
                 future = self._kept[key] = mapped(asked, score_of)
             self._kept.move_to_end(key)
             while len(self._kept) > _KEPT:
@@ -113,8 +114,9 @@ def _list_of(outcome: Outcome[Any], count: int) -> Outcome[list[Any]]:
     """Return the outcome of a function of the whole batch with a list of `count` values."""
     if outcome.error is not None:
         return outcome
+    value: Any = outcome.value
     try:
-        values = list(outcome.value)
+        values = list(value)
     except Exception:
         values = None
     if values is not None and len(values) == count:
