@@ -145,11 +145,12 @@ class Scorer(AbstractContextManager["Scorer"]):
     def ahead(self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, Any]]) -> None:
         """Begin calls for completions that will be scored later, as others are still being sampled."""
         rows = zip_rows(prompts, completions, records)
-        if self._asked_since is None:
-            self._asked_since = time.monotonic()
-            self._renew()
         for name, questions in self._questions.items():
-            questions.ahead([row for row in rows if self._scores(name, row[2])])
+            if asked := [row for row in rows if self._scores(name, row[2])]:
+                if self._asked_since is None:
+                    self._asked_since = time.monotonic()
+                    self._renew()
+                questions.ahead(asked)
 
     def score(self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, Any]]) -> Scores:
         """Score B completions. Every process calls it, with its own completions.
