@@ -102,15 +102,19 @@ def run_processes(count: int, *words: str, seconds: float = 400) -> list[str]:
     return said
 
 
-def launch_faulty(fault: str, words: list[str], *, count: int, root: Path) -> tuple[list[int], str]:
+def launch_faulty(
+    fault: str, words: list[str], *, count: int, root: Path, restarts: bool = False
+) -> tuple[list[int], str]:
     """As `run_faulty`, through the launcher for `count` processes, in a session of its own; return the launcher's code.
+
+    With `restarts`, through the launcher that restarts processes, however many there are.
 
     `root` is a `copy_of_launchers`.
     """
     trainer = f'case $* in *gspo_jax.train*) shift 2; set -- -m tests.faulty {fault} "$@";; *report*) exit;; esac'
     python = f'cd {ROOT} && PYTHONPATH={ROOT} exec {sys.executable} "$@"'
     (root / ".venv" / "bin" / "python").write_text(f"#!/usr/bin/env bash\n{trainer}\n{python}\n")
-    script = ["local.sh"] if count == 1 else ["cpu_pod.sh", str(count)]
+    script = ["local.sh"] if count == 1 and not restarts else ["cpu_pod.sh", str(count)]
     done = subprocess.run(
         ["bash", str(root / "launch" / script[0]), *script[1:], *words],
         stdout=subprocess.PIPE,

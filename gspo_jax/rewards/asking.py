@@ -73,7 +73,8 @@ class Questions:
         with self._lock:
             future = self._kept.get(key)
             if future is None:
-                asked = self.calls.submit(self._function, *row, tokens=_tokens([row]))
+                function: Any = self._function
+                asked = self.calls.submit(function, *row, tokens=_tokens([row]))
                 future = self._kept[key] = mapped(asked, score_of)
             self._kept.move_to_end(key)
             while len(self._kept) > _KEPT:

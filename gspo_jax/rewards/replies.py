@@ -32,6 +32,7 @@ BROKEN = "(the program could not be run)\n"
 CLOSING_S = 5.0
 """Seconds at the end for environments to close."""
 _CLOSING_AT_ONCE = 1024
+"""Environments; most close at once, and one that hangs holds up no other."""
 
 Message = Mapping[str, Any]
 
@@ -133,9 +134,8 @@ class Replies(AbstractContextManager["Replies"]):
         """Begin to reply. The future never raises."""
         if self.is_object:
             live = self._live.get(turn.id)
-            parts = (
-                len(turn.turns) - live.turns if live is not None and live.turns < len(turn.turns) else len(turn.turns)
-            )
+            given = 0 if live is None else live.turns
+            parts = len(turn.turns) - (given if given < len(turn.turns) else 0)  # as in _stepped
             return mapped(self._calls.submit(self._stepped, turn, parts=parts), _reply_of)
         if self._sandbox is None:
             asked = self._calls.submit(self._answer, turn.prompt, turn.completion, turn.record)

@@ -39,6 +39,8 @@ RewardFunction = Callable[[str, str, dict[str, Any]], float | None]
 _NOT_ASKED = Outcome[float](None)
 LOOK_S = 0.2
 """Seconds between checks for a stop request while workers score."""
+_AGAIN_S = 1.0
+"""Seconds until a loop that seems to be stalled is looked at again: this whole process may have been suspended."""
 BAD_RECORDS = 8
 """Consecutive records on which a function that once worked may raise. With more, it is broken."""
 FEWEST_FAILURES = 8
@@ -143,11 +145,12 @@ class Scorer(AbstractContextManager["Scorer"]):
     def ahead(self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, Any]]) -> None:
         """Begin calls for completions that will be scored later, as others are still being sampled."""
         rows = zip_rows(prompts, completions, records)
-        if self._asked_since is None:
-            self._asked_since = time.monotonic()
-            self._renew()
         for name, questions in self._questions.items():
-            questions.ahead([row for row in rows if self._scores(name, row[2])])
+            if asked := [row for row in rows if self._scores(name, row[2])]:
+                if self._asked_since is None:
+                    self._asked_since = time.monotonic()
+                    self._renew()
+                questions.ahead(asked)
 
     def score(self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, Any]]) -> Scores:
         """Score B completions. Every process calls it, with its own completions.
@@ -340,6 +343,9 @@ def _judged(name: str, verdict: Verdict) -> Outcome[float]:
 
 def check_loop(limits: Limits, names: str) -> None:
     """Raise ScoringFailed if a coroutine function keeps the calls of all others waiting, among those `names`."""
+    if calls.stalled_s() <= limits.deadline_s:
+        return
+    time.sleep(_AGAIN_S)
     if (stalled_s := calls.stalled_s()) > limits.deadline_s:
         raise ScoringFailed(
             f"a coroutine function has kept all calls waiting for {stalled_s:.0f} s, among those of {names}: it waits "

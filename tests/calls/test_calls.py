@@ -355,7 +355,7 @@ def test_no_secret_is_in_an_outcome_or_a_log(monkeypatch, said):
 
 def test_a_coroutine_that_blocks_all_others_is_named_after_a_deadline():
     async def blocks() -> int:
-        time.sleep(1.6)
+        time.sleep(2.5)
         return 1
 
     limits = Limits(deadline_s=0.2)
@@ -364,6 +364,7 @@ def test_a_coroutine_that_blocks_all_others_is_named_after_a_deadline():
         time.sleep(1.2)
         with pytest.raises(ScoringFailed, match=r"kept all calls waiting for .* among those of judge: .*time\.sleep"):
             check_loop(limits, "judge")
-        assert made.submit(lambda: 1).result(timeout=LONG_S).value == 1
+    assert one(lambda: 1).value == 1
     time.sleep(0.6)
+    calls._beating[0].beat -= 100.0  # as after the whole process was suspended
     check_loop(limits, "judge")

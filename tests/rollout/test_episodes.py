@@ -399,18 +399,21 @@ class Held(Replying):
 def check_played(played, whole):
     """Check that the responses of a batch are those of one call for all prompts."""
     rows = [row_of(played, i) for i in range(len(played.turns))]
-    np.testing.assert_array_equal(played.turns, whole.turns[rows])
+    np.testing.assert_array_equal(played.turns, whole["turns"][rows])
     for name in ("tokens", "action_mask", "truncated"):
-        expected = np.asarray(getattr(whole.rollout, name))[rows]
-        np.testing.assert_array_equal(getattr(played.rollout, name), expected)
+        np.testing.assert_array_equal(getattr(played.rollout, name), whole[name][rows])
     return rows
 
 
 @pytest.fixture(scope="module")
 def in_turns(sampler):
-    """Return all episodes of several turns, each reply awaited."""
+    """Return turns, tokens and action masks of all episodes, six prompts at a time, each reply awaited."""
     sampler.load(Weights.full(place(params(), MESH)))
-    return Player(sampler, environment=Replying(answer), max_turns=3).answer(some(0, 12), KEY)
+    player = Player(sampler, environment=Replying(answer), max_turns=3)
+    halves = [player.answer(some(first, 6), KEY, first=first * G) for first in (0, 6)]
+    names = ("tokens", "action_mask", "truncated")
+    found = {name: np.concatenate([getattr(half.rollout, name) for half in halves]) for name in names}
+    return found | {"turns": np.concatenate([half.turns for half in halves])}
 
 
 def test_episodes_go_on_while_others_wait_for_their_replies(sampler, in_turns, monkeypatch):
