@@ -114,10 +114,11 @@ def python(config: ConfigDict) -> None:
 
 def tool(config: ConfigDict) -> None:
     """Train to call a tool as often as it takes, in place of a guess."""
-    config.iterations = 30
+    config.iterations = 20
     config.model.architecture.update({"num_layers": 3, "num_experts": 8, "experts_per_token": 2})
-    config.coldstart.steps = 600
-    config.coldstart.terse = (0.0, 0.0, 0.5)
+    config.coldstart.steps = 500
+    config.coldstart.batch = 16
+    config.coldstart.terse = (0.0, 0.0, 0.0, 0.5)
     config.coldstart.vocab_size = 384
     config.data.task = "rooms"
     config.data.options = ConfigDict({"difficulty": "medium"})
@@ -127,7 +128,7 @@ def tool(config: ConfigDict) -> None:
     config.environment.name = "rooms"
     config.environment.turns = 5
     config.rewards = ConfigDict({"environment": 1.0})
-    config.eval.prompts = 64
+    config.eval.prompts = 32
     config.eval.correct = "environment"
 
 
