@@ -124,9 +124,9 @@ def tool(config: ConfigDict) -> None:
     config.data.options = ConfigDict({"difficulty": "medium"})
     config.data.prompts_per_batch = 16
     config.data.max_prompt_length = 192  # the cold start's have the earlier turns, too
-    config.sampling.max_response_length = 128
+    config.sampling.max_response_length = 112
     config.environment.name = "rooms"
-    config.environment.turns = 5
+    config.environment.turns = 4
     config.rewards = ConfigDict({"environment": 1.0})
     config.eval.prompts = 32
     config.eval.correct = "environment"

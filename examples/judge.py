@@ -3,7 +3,6 @@
     python -m gspo_jax.train --config=examples/judge.py --workdir=runs/judge
 
 `python examples/judge_server.py 8000` stands in for a real judge; `--config=examples/judge.py:pairwise` has it compare.
-`--config=examples/judge.py:steps` is a whole run for the rubric alone, with `python examples/judge_server.py 8000 steps`.
 """
 
 from pathlib import Path
@@ -16,15 +15,9 @@ HERE = Path(__file__).parent
 
 
 def get_config(form: str = "") -> ConfigDict:
-    """Return the short run of configs/tiny.py with a judge.
-
-    As `pairwise`, it compares a group's responses. As `steps`, it alone rewards, and the policy learns to please it.
-    """
-    config = load_config(f"configs/tiny.py:{'single' if form == 'steps' else 'runlocal'}")
+    """Return the short run of configs/tiny.py with a judge; as `pairwise`, one that compares a group's responses."""
+    config = load_config("configs/tiny.py:runlocal")
     config.rewards = ConfigDict({"exact_answer": 0.5, "judge": 0.5})
-    if form == "steps":
-        config.iterations = 30
-        config.rewards = ConfigDict({"exact_answer": 0.0, "judge": 1.0})
     config.judge.url = "http://127.0.0.1:8000/v1"
     config.judge.model = "stand-in"
     config.judge.rubric = str(HERE / "rubric.txt")

@@ -257,9 +257,10 @@ class Machine(_Generated):
 
 
 class Rooms(_Generated):
-    """A key behind several doors, for the environment `rooms`: `House 382, door 4.` is answered by calls of its tool.
+    """A key behind several doors, for the environment `rooms`: `Bado, door 4.` is answered by calls of its tool.
 
-    A door shows the number of the next one, and the last door a key of two digits, which is the answer. `turns` is JSON.
+    A door of the house Bado shows the number of the next one, and the last door the key, a digit, which is the answer.
+    `turns` is JSON.
     """
 
     BUILDER_CONFIGS = [  # noqa: RUF012 - TFDS's own declaration
@@ -270,7 +271,8 @@ class Rooms(_Generated):
 
     def draw(self, rng: random.Random) -> tuple[Hashable, Record]:
         doors = [str(rng.randrange(1, 10)) for _ in range(rng.randint(2, self.options.steps))]
-        question, answer = f"House {rng.randrange(100, 1000)}, door {doors[0]}.", str(rng.randrange(10, 100))
+        name = "".join(rng.choice("bdfgklmnprst") + rng.choice("aeiou") for _ in range(2)).capitalize()
+        question, answer = f"{name}, door {doors[0]}.", str(rng.randrange(10))
         turns: list[dict[str, Any]] = []
         for door, seen in zip(doors, [*(f"door {door}" for door in doors[1:]), f"key {answer}"], strict=True):
             call = {"type": "function", "function": {"name": "open", "arguments": {"door": int(door)}}}

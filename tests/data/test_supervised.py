@@ -21,6 +21,7 @@ from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import UserError
 from gspo_jax.models import huggingface
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rewards.environments import rooms
 from tests.data.test_rows import ASSISTANT, SYSTEM, USER, write
 
 
@@ -132,6 +133,29 @@ def test_the_mask_under_qwen3s_own_template(qwen3, tmp_path):
     prompt = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
     without = Tokenizer.load(qwen3, enable_thinking=False)
     assert learned(plain, without) == {(f"{prompt}<think>\n\n</think>\n\n", "2<|im_end|>")}
+
+
+@pytest.mark.slow
+def test_a_new_tokenizers_template_writes_an_episode_as_qwen3s_own(qwen3):
+    """All but the system turn, and Qwen3's empty thought in the last one."""
+    calls = [
+        {"type": "function", "function": {"name": "open", "arguments": {"door": door, "by": "the 'x' & <y>"}}}
+        for door in (4, 7)
+    ]
+    turns = [
+        {"role": "user", "content": "House 1, door 4."},
+        {"role": "assistant", "content": "", "tool_calls": calls[:1]},
+        {"role": "tool", "content": "door 7"},
+        {"role": "assistant", "content": "So:", "tool_calls": calls},
+        *({"role": "tool", "content": said} for said in ("closed", "key 83")),
+        {"role": "assistant", "content": "#### 83"},
+    ]
+    own, theirs = (
+        made.chat(turns, False, tools=rooms.tools)
+        for made in (Tokenizer.train((), 300, template=TOOLS), Tokenizer.load(qwen3))
+    )
+    mark = "<|im_start|>user\nHouse"
+    assert own.partition(mark)[2] == theirs.replace("<think>\n\n</think>\n\n", "").partition(mark)[2] != ""
 
 
 def conversations(path, count=200):

@@ -105,7 +105,7 @@ def test_the_rule_for_steps_takes_no_notice_of_the_answer():
     with Calls(FAST) as calls:
         made = _judge(judge_server.start(rule=judge_server.steps))
         assert _scores(made, [("584+605=?", text, RECORD) for text in shown], calls) == [*shown.values()]
-    config = cli.load_config("examples/judge.py:steps")
+    config = cli.load_config("examples/judged.py")
     assert config.rewards.judge == 1 and config.rewards.exact_answer == 0
 
 
