@@ -114,7 +114,7 @@ def python(config: ConfigDict) -> None:
 
 def tool(config: ConfigDict) -> None:
     """Train to call a tool as often as it takes, in place of a guess."""
-    config.iterations = 20
+    config.iterations = 30
     config.model.architecture.update({"num_layers": 3, "num_experts": 8, "experts_per_token": 2})
     config.coldstart.steps = 500
     config.coldstart.batch = 16
@@ -122,14 +122,16 @@ def tool(config: ConfigDict) -> None:
     config.coldstart.vocab_size = 384
     config.data.task = "rooms"
     config.data.options = ConfigDict({"difficulty": "medium"})
-    config.data.prompts_per_batch = 16
+    config.data.prompts_per_batch = 8
     config.data.max_prompt_length = 192  # the cold start's have the earlier turns, too
     config.sampling.max_response_length = 112
     config.environment.name = "rooms"
     config.environment.turns = 4
     config.rewards = ConfigDict({"environment": 1.0})
     config.eval.prompts = 32
+    config.eval.every = 15
     config.eval.correct = "environment"
+    config.optimizer.learning_rate = 2e-4
 
 
 def code(config: ConfigDict) -> None:

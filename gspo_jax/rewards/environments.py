@@ -113,7 +113,7 @@ class rooms:
         if "tool_calls" not in message:
             return None, exact_answer(self._record["question"], message["content"], self._record)
         return [
-            {"role": "tool", "tool_call_id": call["id"], "content": self._open(**call["function"]["arguments"])}
+            {"role": "tool", "tool_call_id": call["id"], "content": self._open(call["function"]["arguments"]["door"])}
             for call in message["tool_calls"]
         ], 0.0
 

@@ -726,16 +726,16 @@ def test_a_trained_tokenizer_with_tools(tmp_path):
         "<|im_start|>assistant\n#### 7<|im_end|>\n"
     )
     told = {"role": "system", "content": "Open."}
-    for tokenizer in (made, Tokenizer.load(tmp_path)):
-        assert tokenizer.tool_format() == "hermes" and tokenizer.vocab_size <= 300
-        assert tokenizer.chat(turns, False) == said
-        assert tokenizer.chat([told, *turns], False) == f"<|im_start|>system\nOpen.<|im_end|>\n{said}"
-        shown = tokenizer.chat([told, *turns], False, tools=tools)
+    for each in (made, Tokenizer.load(tmp_path)):
+        assert each.tool_format() == "hermes" and each.vocab_size <= 300
+        assert each.chat(turns, False) == said
+        assert each.chat([told, *turns], False) == f"<|im_start|>system\nOpen.<|im_end|>\n{said}"
+        shown = each.chat([told, *turns], False, tools=tools)
         assert shown.startswith("<|im_start|>system\nOpen.\n\nTools:\n") and shown.endswith(said)
         assert shown.count("<|im_start|>system") == 1 and json.dumps(tools[0]) in shown
-        ids = tokenizer.encode(one)
-        assert ids[0] == tokenizer.encode("<tool_call>")[0] and len(tokenizer.encode("<tool_call>")) == 1
-        assert tokenizer.decode(ids) == one, "not left out as a special token"
-        assert tokenizer.decode(tokenizer.encode(said), skip_special=False) == said
+        ids = each.encode(one)
+        assert ids[0] == each.encode("<tool_call>")[0] and len(each.encode("<tool_call>")) == 1
+        assert each.decode(ids) == one, "not left out as a special token"
+        assert each.decode(each.encode(said), skip_special=False) == said
     plain = Tokenizer.train(["\n{}", *texts[1:]], 296)
     assert plain.vocabulary.items() <= made.vocabulary.items(), "the marks take from the texts' tokens alone"

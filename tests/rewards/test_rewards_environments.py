@@ -89,6 +89,9 @@ def test_rooms_lead_from_door_to_door():
         reply, reward = house.step(calls(*doors))
         assert reward == 0.0 and [each["tool_call_id"] for each in reply] == [str(i) for i in range(len(doors))]
         said.append([each["content"] for each in reply])
+    more = calls(4)
+    more["tool_calls"][0]["function"]["arguments"]["lamp"] = "on"
+    assert house.step(more)[0][0]["content"] == "closed", "the schema allows further arguments"
     assert said == [["closed"], ["door 7"], ["closed"], ["door 4", "closed", "key 83"], ["closed"]]
     answers = ("#### 83", 1.0), ("#### 38", 0.0), ("", 0.0)
     assert [house.step({"role": "assistant", "content": text}) for text, _ in answers] == [
