@@ -58,10 +58,7 @@ def made_by(config: ConfigDict) -> dict[str, Any]:
     A model folder counts by name only.
     """
     files = inputs.of_rows(config) | inputs.of_functions(config)
-    fields = relevance.of_cold_start(config)
-    if tools := data.environment_tools(config):
-        fields["tools in the prompts"] = tools
-    fields = json.loads(json.dumps(fields))  # as they are read again
+    fields = json.loads(json.dumps(relevance.of_cold_start(config)))  # as they are read again
     return fields | {f"{name} (content)": one for name, one in files.items()}
 
 
