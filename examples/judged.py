@@ -3,7 +3,8 @@
     python examples/judge_server.py 8000 steps
     python -m gspo_jax.train --config=examples/judged.py --workdir=runs/judged
 
-Whether the answer is right earns nothing, and is only recorded. The server stands in for a model. Results: docs/rewards.md.
+Whether the answer is right earns nothing, and is only recorded. The server stands in for a model. Results are in
+docs/rewards.md.
 """
 
 from ml_collections import ConfigDict

@@ -139,11 +139,13 @@ def test_an_episode_with_a_tool_reads_as_the_template_writes_it():
         made.tool_format = tokenizer.tool_format()
         assert made.tools is not None and made.is_object
         prompt = pipeline.prompt_text(record, tokenizer, pipeline.PromptStyle(tools=tuple(made.tools.schemas)))
-        turns, tokens, own, rewards = token_turns(made, tokenizer), [], [], []
+        turns, tokens, own, starts, rewards = token_turns(made, tokenizer), [], [], [], []
         for text in said:
+            starts.append(len(tokens))
             own.append([*tokenizer.encode(text), tokenizer.eos_ids[0]])
             tokens += own[-1]
-            (pending,) = turns.begin([rollout.TurnOver(b"0", prompt, record, list(tokens), list(own))])
+            turn = rollout.TurnOver(b"0", prompt, record, list(tokens), list(own), list(starts))
+            (pending,) = turns.begin([turn])
             turns.wait([pending])
             answer = pending.result()
             rewards.append(answer.reward)
