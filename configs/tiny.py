@@ -11,6 +11,7 @@ the work pays off. Arguments, joined by commas, change the run:
 - `steps`: countdown with a reward for every valid step, credited token by token with gspo_token.
 - `calculator`: multi-turn; the value after each `=` is computed for the policy, which learns to use it (gspo_token).
 - `python`: multi-turn; expressions too hard for the model alone, which learns to have a Python program compute them.
+- `tool`: multi-turn, with a tool in the chat template; a key lies behind several doors, and calls open them one by one.
 - `code`: programs from examples; the reward is the share of asserts that they pass in the sandbox.
 - `partial`: partial rollouts; no sampling call waits for the longest responses.
 - `distil`: a student of half the layers, taught by a run of this config alone, without a reward (docs/distillation.md).
@@ -111,6 +112,28 @@ def python(config: ConfigDict) -> None:
     config.environment.name = "python"
 
 
+def tool(config: ConfigDict) -> None:
+    """Train to call a tool as often as it takes, in place of a guess."""
+    config.iterations = 30
+    config.model.architecture.update({"num_layers": 3, "num_experts": 8, "experts_per_token": 2})
+    config.coldstart.steps = 500
+    config.coldstart.batch = 16
+    config.coldstart.terse = (0.0, 0.0, 0.0, 0.5)
+    config.coldstart.vocab_size = 384
+    config.data.task = "rooms"
+    config.data.options = ConfigDict({"difficulty": "medium"})
+    config.data.prompts_per_batch = 8
+    config.data.max_prompt_length = 192  # the cold start's have the earlier turns, too
+    config.sampling.max_response_length = 112
+    config.environment.name = "rooms"
+    config.environment.turns = 4
+    config.rewards = ConfigDict({"environment": 1.0})
+    config.eval.prompts = 32
+    config.eval.every = 15
+    config.eval.correct = "environment"
+    config.optimizer.learning_rate = 2e-4
+
+
 def code(config: ConfigDict) -> None:
     """Train on programs from examples, with what they do as the reward."""
     config.iterations = 50
@@ -177,6 +200,7 @@ ARGUMENTS = {
     "steps": steps,
     "calculator": calculator,
     "python": python,
+    "tool": tool,
     "code": code,
     "partial": partial,
     "dapo": dapo,

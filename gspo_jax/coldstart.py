@@ -26,10 +26,11 @@ from ml_collections import ConfigDict
 
 from gspo_jax import cli
 from gspo_jax.data import contents, rows
+from gspo_jax.data.chat import ToolSchemas
 from gspo_jax.data.pipeline import worked_batches
 from gspo_jax.data.records import Record, Records
-from gspo_jax.data.supervised import assistant_turns, worked_answers
-from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.data.supervised import assistant_turns, conversations, worked_answers
+from gspo_jax.data.tokenizer import CHATML, Tokenizer
 from gspo_jax.errors import UserError
 from gspo_jax.folder import storage
 from gspo_jax.models import huggingface, transformer
@@ -100,14 +101,16 @@ def coldstart(
       folder: must not exist.
       on_step: called before every step.
     """
-    cold = config.coldstart
+    cold, style = config.coldstart, data.prompt_style(config)
     if config.model.folder:
         model_config, tokenizer = policy.read_folder(config, Path(config.model.folder))
     else:
-        tokenizer = Tokenizer.train(map(_text, records), cold.vocab_size)
+        tokenizer = _new_tokenizer(conversations(records), style.tools, cold.vocab_size)
         model_config = policy.cold_start_model(config, eos_token_ids=tokenizer.eos_ids, pad_token_id=tokenizer.pad_id)
-    style = data.prompt_style(config)
-    records = assistant_turns(records, tokenizer, style) if cold.conversations else worked_answers(records, tokenizer)
+    if cold.conversations or "turns" in records[0]:
+        records = assistant_turns(conversations(records), tokenizer, style)
+    else:
+        records = worked_answers(records, tokenizer)
     batches = {
         terse: worked_batches(
             demonstrations(records, terse=terse, seed=config.seed),
@@ -167,21 +170,24 @@ def load(config: ConfigDict) -> Sequence[Record]:
     return data.load_records(config, "train")
 
 
-def _text(record: Record) -> str:
-    if "worked" in record:
-        return record["question"] + record["worked"]
-    return "".join(message["content"] for message in record["messages"])
+def _new_tokenizer(shown: Sequence[Record], tools: ToolSchemas, vocab_size: int) -> Tokenizer:
+    """Train a tokenizer on conversations, with a chat template if there are tools."""
+    template = CHATML if tools else None
+    bare = Tokenizer.train((), vocab_size, template=template)
+    texts = bare.chat_all([record["messages"] for record in shown], tools=[tools] * len(shown))
+    return Tokenizer.train((text for text in texts if isinstance(text, str)), vocab_size, template=template)
 
 
 def demonstrations(records: Sequence[Record], *, terse: float, seed: int) -> Records:
-    """Return the records as demonstrations, a fraction `terse` with the final answer alone.
+    """Return the records as demonstrations, a fraction `terse` with the final answer alone, also in place of calls.
 
     The policy learns to work problems out and to guess. RL discovers which pays.
     """
     short = np.random.default_rng(seed).random(len(records)) < terse
 
     def convert(index: int, record: Record) -> Record:
-        return record | {"worked": "".join(record["worked"].rpartition("####")[1:])} if short[index] else record
+        final = record.get("final", record["worked"])
+        return record | {"worked": "".join(final.rpartition("####")[1:])} if short[index] else record
 
     return Records("demonstrations", records, convert=convert, where=lambda _: repr(records))
 

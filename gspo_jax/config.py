@@ -59,7 +59,8 @@ def base() -> ConfigDict:
     # Shares of demonstrations with the answer alone, in stages of equal length: (0.0, 0.0, 0.6) makes six of ten terse
     # in the last third. (): none.
     config.coldstart.terse = ()
-    config.coldstart.vocab_size = 320  # vocabulary size of the model and its new tokenizer
+    # Vocabulary size of the model and its new tokenizer, whose chat template is ChatML if the environment has tools.
+    config.coldstart.vocab_size = 320
     config.coldstart.train_router = True  # False: routers get neither gradient nor decay
     config.coldstart.log_every = 100  # steps between progress reports
     config.coldstart.optimizer = adamw(learning_rate=3e-3, schedule="cosine", warmup_updates=20)

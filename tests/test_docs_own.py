@@ -69,7 +69,7 @@ def _words(command: str, module: str = "train") -> list[str]:
 def test_every_example_has_a_page():
     assert sorted(example for _, example in EXAMPLES) == sorted(
         {path.stem for path in (ROOT / "examples").glob("*.py")}
-        - {"http_server", "judge_server", "mcp_server", "mixture", "own_loop", "trials"}
+        - {"http_server", "judge_server", "judged", "mcp_server", "mixture", "own_loop", "trials"}
     )
     for example in (ROOT / "examples").glob("*.jsonl"):
         assert len(example.read_bytes().splitlines()) < 40

@@ -9,6 +9,7 @@ import dataclasses
 import fcntl
 import io
 import itertools
+import json
 import random
 import shutil
 from collections.abc import Hashable, Iterator
@@ -41,7 +42,7 @@ class TaskConfig(tfds.core.BuilderConfig):
     operators: str = ""
     """Operators of the hidden solution."""
     steps: int = 0
-    """Instructions that a program runs."""
+    """Instructions that a program runs, or the maximum number of doors."""
 
 
 class _Generated(tfds.core.GeneratorBasedBuilder):
@@ -255,7 +256,33 @@ class Machine(_Generated):
         return question, {"question": question, "answer": state, "worked": f"{' '.join(worked)} #### {state}"}
 
 
-BUILDERS = {builder.name: builder for builder in (Arithmetic, Countdown, Expression, Induction, Machine)}
+class Rooms(_Generated):
+    """A key behind several doors, for the environment `rooms`: `Bado, door 4.` is answered by calls of its tool.
+
+    A door of the house Bado shows the number of the next one, and the last door the key, a digit, which is the answer.
+    `turns` is JSON.
+    """
+
+    BUILDER_CONFIGS = [  # noqa: RUF012 - TFDS's own declaration
+        TaskConfig(name="easy", difficulty="easy", train_size=1024, test_size=128, steps=2),
+        TaskConfig(name="medium", difficulty="medium", train_size=1024, test_size=128, steps=3),
+    ]
+    FIELDS = ("id", "question", "answer", "turns", "doors")
+
+    def draw(self, rng: random.Random) -> tuple[Hashable, Record]:
+        doors = [str(rng.randrange(1, 10)) for _ in range(rng.randint(2, self.options.steps))]
+        name = "".join(rng.choice("bdfgklmnprst") + rng.choice("aeiou") for _ in range(2)).capitalize()
+        question, answer = f"{name}, door {doors[0]}.", str(rng.randrange(10))
+        turns: list[dict[str, Any]] = []
+        for door, seen in zip(doors, [*(f"door {door}" for door in doors[1:]), f"key {answer}"], strict=True):
+            call = {"type": "function", "function": {"name": "open", "arguments": {"door": int(door)}}}
+            turns += [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": seen}]
+        turns.append({"role": "assistant", "content": f"#### {answer}"})
+        made = {"question": question, "answer": answer, "turns": json.dumps(turns), "doors": " ".join(doors)}
+        return question, made
+
+
+BUILDERS = {builder.name: builder for builder in (Arithmetic, Countdown, Expression, Induction, Machine, Rooms)}
 
 
 def prepare(

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, overload
 Record = dict[str, Any]
 """One problem: texts `id`, `question`, `answer`, `worked`, `instruction`, and fields for rewards.
 
+In place of `worked` there may be `turns`, a list of the turns that answer the question, tools' replies included.
 With `messages`, a list of turns (`chat.Message`), that conversation is the prompt and `question` its last user turn.
 `system` is the record's own system prompt, `tools` its own tools in OpenAI's form.
 """

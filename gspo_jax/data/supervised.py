@@ -18,11 +18,24 @@ from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import UserError
 
 
+def conversations(source: Sequence[Record]) -> Records:
+    """Return records whose `messages` are whole conversations; of a task's records, the question and its answer."""
+
+    def convert(index: int, record: Record) -> Record:
+        del index
+        asked = record.get("messages") or [{"role": "user", "content": record["question"]}]
+        worked = [{"role": "assistant", "content": record["worked"]}] if "worked" in record else []
+        return record | {"messages": [*asked, *record.get("turns", worked)]}
+
+    return Records(repr(source), source, convert=convert, where=lambda _: repr(source))
+
+
 def assistant_turns(source: Sequence[Record], tokenizer: Tokenizer, style: PromptStyle) -> Records:
     """Return a record per assistant turn: the `messages` before it, and in `worked` what the assistant writes.
 
     `worked` is the chat template's text from the prompt to the end-of-turn token, including tool calls, and marks such
-    as an empty thought. Special tokens in contents are guarded (`Tokenizer.guard`).
+    as an empty thought. `final` is that of the next turn without calls. Special tokens in contents are guarded
+    (`Tokenizer.guard`).
 
     Raises:
       UserError: no turn can be learned.
@@ -30,6 +43,7 @@ def assistant_turns(source: Sequence[Record], tokenizer: Tokenizer, style: Promp
     turns: list[Record] = []
     left_out: Counter[str] = Counter()
     for record in source:
+        calling: list[Record] = []
         for at, message in enumerate(record["messages"]):
             if message["role"] != "assistant":
                 continue
@@ -38,6 +52,12 @@ def assistant_turns(source: Sequence[Record], tokenizer: Tokenizer, style: Promp
                 turns.append(before | {"worked": _written(before, message, tokenizer, style)})
             except Defect as defect:
                 left_out[str(defect)] += 1
+                continue
+            calling.append(turns[-1])
+            if not message.get("tool_calls"):
+                for turn in calling:
+                    turn["final"] = calling[-1]["worked"]
+                calling = []
     if left_out:
         reasons = "; ".join(f"{count} {reason}" for reason, count in left_out.most_common())
         logging.warning("%d turns of %r are left out: %s", left_out.total(), source, reasons)

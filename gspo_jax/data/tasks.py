@@ -6,6 +6,7 @@ directory, and "jsonl" reads any file of rows (rows.py). TensorFlow is never imp
 
 import inspect
 import itertools
+import json
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -153,9 +154,12 @@ def _generated(
         raise UserError(
             f"{task} cannot be built in {where}: {error!s:.200}; set data_dir to a writable folder"
         ) from error
-    return prepared.records(
-        builder, split, limit=limit, convert=lambda _, raw: _decode_texts(raw) | {"instruction": instruction}
-    )
+
+    def convert(_: int, raw: dict[str, Any]) -> Record:
+        record = _decode_texts(raw) | {"instruction": instruction}
+        return record | {"turns": json.loads(record["turns"])} if "turns" in record else record
+
+    return prepared.records(builder, split, limit=limit, convert=convert)
 
 
 def _gsm8k(split: str, *, folder: str, limit: int | None, instruction: str) -> Records:

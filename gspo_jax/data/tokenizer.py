@@ -29,6 +29,32 @@ from gspo_jax.models.config_json import CONFIG, read_if_any, token_id, token_ids
 
 PAD, EOS, TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 """Special tokens of a trained tokenizer, ids 0, 1 and 2."""
+MARKS_OF_CALLS = "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"
+"""Added tokens of a trained tokenizer with a chat template, as of Qwen3's."""
+CHATML = r"""{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {{- messages[0].content + '\n\n' if messages[0].role == 'system' else '' }}
+    {{- 'Tools:\n' }}
+    {%- for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}
+    {{- 'Call one:\n<tool_call>\n{"name": NAME, "arguments": {}}\n</tool_call><|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user' if loop.first or messages[loop.index0 - 1].role != 'tool' else '' }}
+        {{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+        {{- '<|im_end|>\n' if loop.last or messages[loop.index0 + 1].role != 'tool' else '' }}
+    {%- elif not (tools and loop.first and message.role == 'system') %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\n' if message.content or not loop.first else '' }}
+            {{- '<tool_call>\n{"name": ' + (call.function.name | tojson) }}
+            {{- ', "arguments": ' + (call.function.arguments | tojson) + '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{{- '<|im_start|>assistant\n' if add_generation_prompt else '' }}"""
+"""ChatML with tools, calls and replies, as Hermes and Qwen3 write them: the chat template of a trained tokenizer."""
 
 FILES = (
     "tokenizer.json",
@@ -135,11 +161,16 @@ class Tokenizer:
         return tokenizer
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """Train a deterministic byte-level BPE tokenizer of at most `vocab_size` tokens, with single digits."""
+    def train(cls, texts: Iterable[str], vocab_size: int, *, template: str | None = None) -> "Tokenizer":
+        """Train a deterministic byte-level BPE tokenizer of at most `vocab_size` tokens, with single digits.
+
+        With a chat `template`, which writes calls as Hermes does, MARKS_OF_CALLS are tokens. Special tokens and these
+        are left out of the texts.
+        """
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         specials = [PAD, EOS, TURN]
-        least = len(alphabet) + len(specials)
+        marks = [] if template is None else [*MARKS_OF_CALLS]
+        least = len(alphabet) + len(specials) + len(marks)
         if vocab_size < least:
             raise UserError(
                 f"vocab_size is {vocab_size}, but all bytes and special tokens need {least}; use {least} or more"
@@ -154,10 +185,15 @@ class Tokenizer:
         )
         backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
         trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+            vocab_size=vocab_size - len(marks),
+            special_tokens=specials,
+            initial_alphabet=alphabet,
+            show_progress=False,
         )
-        backend.train_from_iterator(texts, trainer)
-        settings = {"eos_token": EOS, "pad_token": PAD, "chat_template": None}
+        added = _any_of([*specials, *marks])
+        backend.train_from_iterator((part for text in texts for part in added.split(text)), trainer)
+        backend.add_tokens([tokenizers.AddedToken(mark, normalized=False) for mark in marks])
+        settings = {"eos_token": EOS, "pad_token": PAD, "chat_template": template}
         pad, eos = backend.token_to_id(PAD), backend.token_to_id(EOS)
         assert pad is not None and eos is not None
         return cls(backend, eos_ids=[eos], pad_id=pad, settings=settings)

@@ -14,8 +14,8 @@ A class is made without arguments for each episode. Its methods may be coroutine
 `reset` and `close` may be left out. With a class attribute `tools`, schemas in OpenAI's form or a static method that
 returns them, the chat template shows them, and a message has the turn's `tool_calls` (tools.py runs them).
 
-Those in SANDBOXED return a program, and its output in the sandbox is the reply (replies.py). Add new functions to
-`__all__`.
+Those in SANDBOXED return a program, and its output in the sandbox is the reply (replies.py). Add new ones to `__all__`;
+a class has the name that configs give it.
 """
 
 import asyncio
@@ -23,19 +23,19 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 from gspo_jax import references
 from gspo_jax.calls import calls, failures
 from gspo_jax.errors import UserError
 from gspo_jax.rewards import blocks
 from gspo_jax.rewards.answers import final_answer
-from gspo_jax.rewards.functions import Record, evaluate, expression_value
+from gspo_jax.rewards.functions import Record, evaluate, exact_answer, expression_value
 from gspo_jax.rewards.notation import MAX_CHARACTERS
 from gspo_jax.rewards.scorer import check_names
 from gspo_jax.tool_calls import Tools
 
-__all__ = ["calculator", "countdown_feedback", "python"]
+__all__ = ["calculator", "countdown_feedback", "python", "rooms"]
 
 SANDBOXED = ("python",)
 LISTING_S = 60.0
@@ -85,6 +85,43 @@ def python(prompt: str, completion: str, record: Record) -> str | None:
     """
     del prompt, record
     return blocks.last_of_text(completion)
+
+
+class rooms:
+    """A key behind several doors, of the task `rooms`: the tool `open` leads from room to room.
+
+    Through the right door of a room one sees the number of the next, or the key. A wrong one stays closed. A turn
+    without calls ends the episode, with reward 1 if its answer is the key, else 0.
+    """
+
+    tools: ClassVar = [
+        {
+            "type": "function",
+            "function": {
+                "name": "open",
+                "parameters": {"type": "object", "properties": {"door": {"type": "integer"}}, "required": ["door"]},
+            },
+        }
+    ]
+
+    def reset(self, record: Record) -> None:
+        """Begin at the first door."""
+        self._record, self._doors = record, [int(door) for door in record["doors"].split()]
+
+    def step(self, message: Mapping[str, Any]) -> tuple[list[dict[str, str]] | None, float]:
+        """Open doors, or judge the answer."""
+        if "tool_calls" not in message:
+            return None, exact_answer(self._record["question"], message["content"], self._record)
+        return [
+            {"role": "tool", "tool_call_id": call["id"], "content": self._open(call["function"]["arguments"]["door"])}
+            for call in message["tool_calls"]
+        ], 0.0
+
+    def _open(self, door: int) -> str:
+        if door not in self._doors[:1]:
+            return "closed"
+        del self._doors[0]
+        return f"door {self._doors[0]}" if self._doors else f"key {self._record['answer']}"
 
 
 def find(name: str, own: Mapping[str, str] | None = None) -> Environment:

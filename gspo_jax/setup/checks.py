@@ -138,7 +138,8 @@ def _check_choices(config: ConfigDict) -> None:
         name = config.environment.name
         environment = environments.find(name, functions.own(config))
         if inspect.isclass(environment):
-            environments.check_class(name, config.functions[name], environment)
+            if name in config.functions:
+                environments.check_class(name, config.functions[name], environment)
             functions.check_calls(config, "environment", name)
         else:
             functions.check_calls(config, "environment", name, *ARGUMENTS)

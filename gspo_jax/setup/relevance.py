@@ -63,7 +63,7 @@ NOT_OF_COLD_START = _OF_NEITHER | {
     "adapter.": "of the run, which adds them",
     "data.prompts_per_batch": "of the run; the cold start has coldstart.batch",
     "sampling.": "of the run, but for the longest response",
-    "environment.": "of the run",
+    "environment.": "of the run, but for the tools in the prompts",
     "rewards.": "of the run",
     "scoring.": "of the run",
     "judge.": "of the run",
@@ -74,11 +74,12 @@ NOT_OF_COLD_START = _OF_NEITHER | {
 }
 """Prefixes of fields without effect on a cold start, and why."""
 OF_COLD_START = (
+    "environment.name",
     "sampling.max_response_length",
     "training.row_tokens",
     "training.logprob_chunk",
 )
-"""Exceptions, if only by rounding."""
+"""Exceptions: the environment's tools are in the prompts; the others matter, if only by rounding."""
 
 
 def of_answers(config: ConfigDict) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The tasks: correct problems, disjoint splits, and files that are damaged, missing or half built."""
 
+import collections
 import contextlib
 import io
 import itertools
@@ -22,6 +23,7 @@ from gspo_jax.data.records import CorruptRecord
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import UserError
 from gspo_jax.rewards import blocks
+from gspo_jax.rewards.environments import rooms
 from tests.tiny import mostly_slow
 
 GENERATED = [(task, level) for task in ("arithmetic", "countdown") for level in ("easy", "medium", "hard")]
@@ -122,6 +124,23 @@ def test_worked_and_terse_programs_pass_their_tests(level, data_dir):
     assert 200 < bounded < 330, "of 400"
 
 
+def test_turns_through_rooms_are_what_the_environment_says(data_dir):
+    train, test = (tasks.load("rooms", split=s, data_dir=data_dir)[:100] for s in ("train", "test"))
+    assert not {r["question"] for r in train} & {r["question"] for r in test}
+    lengths = collections.Counter()
+    for record in [*train, *test]:
+        house, turns = rooms(), record["turns"]
+        house.reset(record)
+        assert record["question"].endswith(f"door {record['doors'].split()[0]}.")
+        for said, reply in zip(turns[:-1:2], turns[1::2], strict=True):
+            called = [call | {"id": "call"} for call in said["tool_calls"]]
+            (found,), reward = house.step(said | {"tool_calls": called})
+            assert (found["content"], reward) == (reply["content"], 0.0)
+        assert house.step(turns[-1]) == (None, 1.0)
+        lengths[len(turns)] += 1
+    assert set(lengths) == {5, 7} and min(lengths.values()) > 70
+
+
 @pytest.mark.parametrize("level", ["medium", "hard"])
 def test_expressions_are_worked_by_what_the_tool_replies(level, data_dir):
     train, test = (
@@ -204,7 +223,7 @@ def test_the_default_place_is_that_of_tfds_and_tensorflow_is_not_imported(tmp_pa
     ("arguments", "message"),
     [
         ({"task": "arithmetics"}, r"unknown task 'arithmetics'; did you mean 'arithmetic'\? there are"),
-        ({"task": "x" * 30}, "there are arithmetic, countdown, expression, induction, machine, gsm8k"),
+        ({"task": "x" * 30}, "there are arithmetic, countdown, expression, induction, machine, rooms, gsm8k"),
         ({"split": "validation"}, "no split 'validation'"),
         ({"difficulty": "insane"}, "unknown difficulty 'insane'; use one of easy, medium, hard"),
         ({"dificulty": "easy"}, "no option 'dificulty'; did you mean 'difficulty'"),

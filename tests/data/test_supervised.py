@@ -15,10 +15,13 @@ from gspo_jax import coldstart
 from gspo_jax.data import rows
 from gspo_jax.data.pipeline import PLAIN, PromptStyle, worked_batches
 from gspo_jax.data.supervised import assistant_turns, worked_answers
+from gspo_jax.data.supervised import conversations as whole_conversations
+from gspo_jax.data.tokenizer import CHATML as TOOLS
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import UserError
 from gspo_jax.models import huggingface
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rewards.environments import rooms
 from tests.data.test_rows import ASSISTANT, SYSTEM, USER, write
 
 
@@ -132,6 +135,29 @@ def test_the_mask_under_qwen3s_own_template(qwen3, tmp_path):
     assert learned(plain, without) == {(f"{prompt}<think>\n\n</think>\n\n", "2<|im_end|>")}
 
 
+@pytest.mark.slow
+def test_a_new_tokenizers_template_writes_an_episode_as_qwen3s_own(qwen3):
+    """All but the system turn, and Qwen3's empty thought in the last one."""
+    calls = [
+        {"type": "function", "function": {"name": "open", "arguments": {"door": door, "by": "the 'x' & <y>"}}}
+        for door in (4, 7)
+    ]
+    turns = [
+        {"role": "user", "content": "House 1, door 4."},
+        {"role": "assistant", "content": "", "tool_calls": calls[:1]},
+        {"role": "tool", "content": "door 7"},
+        {"role": "assistant", "content": "So:", "tool_calls": calls},
+        *({"role": "tool", "content": said} for said in ("closed", "key 83")),
+        {"role": "assistant", "content": "#### 83"},
+    ]
+    own, theirs = (
+        made.chat(turns, False, tools=rooms.tools)
+        for made in (Tokenizer.train((), 300, template=TOOLS), Tokenizer.load(qwen3))
+    )
+    mark = "<|im_start|>user\nHouse"
+    assert own.partition(mark)[2] == theirs.replace("<think>\n\n</think>\n\n", "").partition(mark)[2] != ""
+
+
 def conversations(path, count=200):
     lines = []
     for i in range(count):
@@ -172,6 +198,33 @@ def test_sft_on_200_conversations_lowers_the_loss_and_goes_on_from_the_folder(tm
     routers = {name for name in before if name.endswith("mlp.gate.weight")}
     assert routers and routers <= kept
     assert all(".experts." in name for name in kept - routers), "else only experts that no token reached"
+
+
+def test_terse_demonstrations_answer_in_place_of_calling():
+    """The turn behind a reply, too. A conversation's later questions have answers of their own."""
+    call = {"type": "function", "function": {"name": "open", "arguments": {"door": 1}}}
+    opens, reply = {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "key 7"}
+    turns = [opens, reply, opens, reply, {"role": "assistant", "content": "So #### 7"}]
+    more = [{"role": "user", "content": "Again."}, {"role": "assistant", "content": "#### 8"}]
+    source = [{"id": "0", "question": "door 1", "answer": "7", "instruction": "", "turns": [*turns, *more]}]
+    tokenizer = Tokenizer.train((), 300, template=TOOLS)
+    learned = assistant_turns(whole_conversations(source), tokenizer, PLAIN)
+    assert [len(each["messages"]) for each in learned] == [1, 3, 5, 7]
+    written = [each["worked"] for each in learned]
+    assert written[0] == written[1] == '<tool_call>\n{"name": "open", "arguments": {"door": 1}}\n</tool_call>'
+    assert written[2:] == ["So #### 7", "#### 8"]
+    terse = coldstart.demonstrations(learned, terse=1.0, seed=0)
+    assert [each["worked"] for each in terse] == ["#### 7"] * 3 + ["#### 8"]
+    assert [each["worked"] for each in coldstart.demonstrations(learned, terse=0.0, seed=0)] == written
+
+
+def test_a_cold_start_with_tools_in_its_prompts_is_another_one():
+    config = tiny.get_config("tool")
+    before = coldstart.digest(config)
+    config.environment.turns = 7
+    assert coldstart.digest(config) == before
+    config.environment.name = "calculator"
+    assert coldstart.digest(config) != before
 
 
 def base_model(end="<|im_end|>\\n", eos="<|endoftext|>"):

@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 
 from gspo_jax.data import backend, chat, pipeline, tokenizer
-from gspo_jax.data.tokenizer import Tokenizer, check_vocabulary
+from gspo_jax.data.tokenizer import CHATML, Tokenizer, check_vocabulary
 from gspo_jax.errors import UserError
 
 TEXTS = [f"{a}+{b}=? {a + b} #### {a + b}" for a in range(40) for b in range(40)] + ["the cat and the hat"] * 9
@@ -704,3 +704,38 @@ def test_the_assistants_marks_of_thoughts_are_tokens(trained, tmp_path):
     assert (ids[0], ids.count(275), ids.count(2)) == (274, 1, 0)
     assert not {274, 275, 2} & set(loaded.encode(loaded.guard(said)))
     assert "<think>5</think>" in loaded.guard(said, "assistant"), "as a chat template looks for them"
+
+
+def test_a_trained_tokenizer_with_tools(tmp_path):
+    """Its template writes calls that the parser reads, and its marks are tokens, also from the folder."""
+    texts = ["<tool_call>\n{}</tool_call><|im_end|>", "open open door door"]
+    made = Tokenizer.train(texts, 300, template=CHATML)
+    made.save(tmp_path)
+    call = {"type": "function", "function": {"name": "open", "arguments": {"door": 4}}}
+    turns = [
+        {"role": "user", "content": "4?"},
+        {"role": "assistant", "content": "Yes.", "tool_calls": [call, call]},
+        *({"role": "tool", "content": said} for said in ("door 7", "closed")),
+        {"role": "assistant", "content": "#### 7"},
+    ]
+    tools = [{"type": "function", "function": {"name": "open"}}]
+    one = '<tool_call>\n{"name": "open", "arguments": {"door": 4}}\n</tool_call>'
+    said = (
+        f"<|im_start|>user\n4?<|im_end|>\n<|im_start|>assistant\nYes.\n{one}\n{one}<|im_end|>\n<|im_start|>user\n"
+        "<tool_response>\ndoor 7\n</tool_response>\n<tool_response>\nclosed\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n#### 7<|im_end|>\n"
+    )
+    told = {"role": "system", "content": "Open."}
+    for each in (made, Tokenizer.load(tmp_path)):
+        assert each.tool_format() == "hermes" and each.vocab_size <= 300
+        assert each.chat(turns, False) == said
+        assert each.chat([told, *turns], False) == f"<|im_start|>system\nOpen.<|im_end|>\n{said}"
+        shown = each.chat([told, *turns], False, tools=tools)
+        assert shown.startswith("<|im_start|>system\nOpen.\n\nTools:\n") and shown.endswith(said)
+        assert shown.count("<|im_start|>system") == 1 and json.dumps(tools[0]) in shown
+        ids = each.encode(one)
+        assert ids[0] == each.encode("<tool_call>")[0] and len(each.encode("<tool_call>")) == 1
+        assert each.decode(ids) == one, "not left out as a special token"
+        assert each.decode(each.encode(said), skip_special=False) == said
+    plain = Tokenizer.train(["\n{}", *texts[1:]], 296)
+    assert plain.vocabulary.items() <= made.vocabulary.items(), "the marks take from the texts' tokens alone"

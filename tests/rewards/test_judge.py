@@ -90,6 +90,25 @@ def test_scores_of_a_rule_are_mapped_to_the_unit_interval():
         assert set(made.take_metrics().values()) == {0.0}, "counted twice"
 
 
+def test_the_rule_for_steps_takes_no_notice_of_the_answer():
+    shown = {
+        "4+5=9 8+0=8 5+6=11 #### 1189": 1.0,
+        "4+5=9 #### 7": 1.0,
+        "12-8=4 5-3-1=1 #### 14\n": 1.0,
+        "4+5=8 8+0=8 #### 1189": 0.5,
+        "4+5=9 so #### 1189": 0.5,
+        "#### 1189": 0.0,
+        "4+5=9": 0.0,
+        "4+5=9 #### 1189 #### 2": 0.0,
+        "9=9 #### 9": 0.0,
+    }
+    with Calls(FAST) as calls:
+        made = _judge(judge_server.start(rule=judge_server.steps))
+        assert _scores(made, [("584+605=?", text, RECORD) for text in shown], calls) == [*shown.values()]
+    config = cli.load_config("examples/judged.py")
+    assert config.rewards.judge == 1 and config.rewards.exact_answer == 0
+
+
 def test_what_the_judge_is_asked(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", f" {KEY}\n")
     with serving(_saying({"reason": "fine", "score": 3})) as server:

@@ -3,11 +3,13 @@
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from gspo_jax import sandbox
 from gspo_jax.calls.calls import Limits
-from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.data import pipeline
+from gspo_jax.data.tokenizer import CHATML, Tokenizer
 from gspo_jax.errors import StopRequested, UserError
 from gspo_jax.rewards import replies
 from gspo_jax.rewards.replies import BROKEN, NO_OUTPUT, Replies, Setting, TurnOver
@@ -125,6 +127,39 @@ def test_half_a_character_is_none(written, code):
     with written(code) as made:
         (turn,) = replies_to(token_turns(made, tokenizer), [tokenizer.eos_ids[0]])
     assert turn == tokenizer.encode(tokenizer.user_turn("a\U0001f600b\ufffd"))
+
+
+def test_an_episode_with_a_tool_reads_as_the_template_writes_it():
+    """Token by token, from the prompt to the answer; a wrong door is told, and an unreadable call is an error."""
+    record = {"question": "House 1, door 4.", "instruction": "", "doors": "4 7", "answer": "83"}
+    call = '<tool_call>\n{"name": "open", "arguments": {"door": %d}}\n</tool_call>'
+    said = [call % 4, call % 5, "<tool_call>\n{}\n</tool_call>", call % 7, "#### 83"]
+    tokenizer = Tokenizer.train(["door key House closed", call], 384, template=CHATML)
+    with Replies("rooms", Setting()) as made:
+        made.tool_format = tokenizer.tool_format()
+        assert made.tools is not None and made.is_object
+        prompt = pipeline.prompt_text(record, tokenizer, pipeline.PromptStyle(tools=tuple(made.tools.schemas)))
+        turns, tokens, own, starts, rewards = token_turns(made, tokenizer), [], [], [], []
+        for text in said:
+            starts.append(len(tokens))
+            own.append([*tokenizer.encode(text), tokenizer.eos_ids[0]])
+            tokens += own[-1]
+            turn = rollout.TurnOver(b"0", prompt, record, list(tokens), list(own), list(starts))
+            (pending,) = turns.begin([turn])
+            turns.wait([pending])
+            answer = pending.result()
+            rewards.append(answer.reward)
+            tokens += answer.reply or []
+        turns.finish([b"0"])
+    assert answer.reply is None and np.array_equal(rewards, [0, 0, np.nan, 0, 1], equal_nan=True)
+    heard = ["door 7", "closed", 'Error: the tool call cannot be run: it has no "name".', "key 83"]
+    messages = [{"role": "user", "content": record["question"]}]
+    for text, reply in zip(said, [*heard, None], strict=True):
+        messages.append({"role": "assistant", "content": text})
+        messages += [] if reply is None else [{"role": "tool", "content": reply}]
+    whole = tokenizer.chat(messages, False, tools=made.tools.schemas)
+    assert prompt + tokenizer.decode(tokens, skip_special=False) + "\n" == whole
+    assert tokenizer.encode(prompt) + tokens == tokenizer.encode(whole)[:-1]
 
 
 @pytest.fixture

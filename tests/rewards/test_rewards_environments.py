@@ -72,3 +72,28 @@ def test_an_environment_by_name():
     assert environments.find("countdown_feedback") is environments.countdown_feedback
     with pytest.raises(UserError, match=r"no environment 'countdown_feedbac'; did you mean 'countdown_feedback'\?"):
         environments.find("countdown_feedbac")
+
+
+def calls(*doors):
+    """Return a policy's turn that opens doors."""
+    found = [{"id": f"{i}", "function": {"name": "open", "arguments": {"door": d}}} for i, d in enumerate(doors)]
+    return {"role": "assistant", "content": "", "tool_calls": found}
+
+
+def test_rooms_lead_from_door_to_door():
+    """The same call has another reply once one has gone on; a wrong one changes nothing."""
+    house = environments.rooms()
+    house.reset({"question": "House 1, door 4.", "doors": "4 7 4", "answer": "83"})
+    said = []
+    for doors in ([7], [4], [4], [7, 1, 4], [4]):
+        reply, reward = house.step(calls(*doors))
+        assert reward == 0.0 and [each["tool_call_id"] for each in reply] == [str(i) for i in range(len(doors))]
+        said.append([each["content"] for each in reply])
+    more = calls(4)
+    more["tool_calls"][0]["function"]["arguments"]["lamp"] = "on"
+    assert house.step(more)[0][0]["content"] == "closed", "the schema allows further arguments"
+    assert said == [["closed"], ["door 7"], ["closed"], ["door 4", "closed", "key 83"], ["closed"]]
+    answers = ("#### 83", 1.0), ("#### 38", 0.0), ("", 0.0)
+    assert [house.step({"role": "assistant", "content": text}) for text, _ in answers] == [
+        (None, reward) for _, reward in answers
+    ]

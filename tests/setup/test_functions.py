@@ -287,3 +287,7 @@ def test_nobody_would_await_it(written, head, section, says):
     config[section].mine = 1.0
     with pytest.raises(UserError, match=f"functions.mine is {'a ' if 'coroutine' in says else ''}{says}"):
         check(config)
+
+
+def test_an_environment_of_the_catalogue_may_be_a_class():
+    check(cli.load_config("configs/tiny.py:tool,single"), count_devices=lambda: 1)
