@@ -86,7 +86,7 @@ def test_a_prompt_that_cannot_be_answered_is_one_sentence(policy):
         (" ", {}, "the prompt is empty; write something"),
         ([], {}, "the conversation cannot be answered: no messages; correct them"),
         ([turn, turn | {"role": "assistant"}], {}, "ends with the assistant's turn; add the user's"),
-        ([turn | {"role": "judge"}], {}, "cannot be answered: role is not system, user or assistant"),
+        ([turn | {"role": "judge"}], {}, "cannot be answered: role is not system, user, assistant or tool"),
         ("1" * 41_000, {}, r"^the prompt has 41000 tokens, and a response of up to 12 leaves it 40948 of the model's "),
         ("1", {"n": 0}, "n is 0; use 1 or more"),
         ("1", {"temperature": -1}, "temperature -1.0 is not in"),

@@ -250,7 +250,7 @@ def test_offsets_at_their_limits_are_allowed(name):
 
 
 def test_an_advantage_for_each_token_is_for_those_whose_definition_allows_it():
-    allowed = {"gspo_token", "grpo", "ppo", "dapo", "cispo", "sapo"}
+    allowed = {"gspo_token", "grpo", "ppo", "dapo", "cispo", "sapo", "reinforce"}
     assert {name for name in catalogue.__all__ if objectives.make(name).token_advantages} == allowed
     for name in set(catalogue.__all__) - allowed:
         says = rf"{name} takes one advantage per response, \[B\], but got \[4, 3\]; .* gspo_token"

@@ -43,6 +43,9 @@ ISOLATED = {"timing/queue_s", "reward/without_worker"}
 """Those of isolated reward functions alone, which test_experience.py reads."""
 TEACHER = {"teacher/kl"}
 """That of a teacher alone, which test_teacher.py reads."""
+SERVERS = {"judge/calls", "judge/prompt_tokens", "judge/completion_tokens", "judge/position_bias", "reward_model/calls"}
+"""Those of servers and of what fails, which tests/rewards and test_servers.py read."""
+FAILURES = {"episode/failed", "reward/NAME/failed"}
 CLOCK = ("time", "timing/", "throughput/", "compile/")
 
 
@@ -230,13 +233,15 @@ def test_settings_and_batches_that_teach_nothing_are_warned_of_once(data, tmp_pa
 
 def test_every_metric_is_in_the_glossary_and_nothing_else(written):
     """The default runs above write exactly the metrics that the glossary lists, but for those of partial rollouts, of
-    isolated reward functions, of the noise's parts and of a teacher.
+    isolated reward functions, of the noise's parts, of a teacher, of servers and of failures.
     """
     documented = set(re.findall(r"`([a-z_]+/[A-Za-z0-9_/]+)`", (ROOT / "docs/metrics.md").read_text()))
-    rewards = {"reward/exact_answer", "reward/answer_format", "reward/countdown", "reward/countdown_steps"}
-    rewards |= {"eval/reward/countdown", "eval/reward/exact_answer", "eval/reward/answer_format"}
-    assert documented >= PARTIAL | ISOLATED | NOISE | TEACHER
-    assert written - rewards == documented - {"reward/NAME", "eval/reward/NAME"} - PARTIAL - ISOLATED - NOISE - TEACHER
+    rewards = "|".join(("exact_answer", "answer_format", "countdown_steps", "countdown"))
+    named = {re.sub(rf"^((?:eval/)?reward)/(?:{rewards})(?=_stderr$|$)", r"\1/NAME", name) for name in written}
+    named = {re.sub(rf"^benchmark/NAME/(?:{rewards})$", "benchmark/NAME/REWARD", name) for name in named}
+    others = PARTIAL | ISOLATED | NOISE | TEACHER | SERVERS | FAILURES
+    assert documented >= others
+    assert named - others == documented - others
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -57,6 +58,7 @@ def test_a_stop_names_its_phase_if_only_another_process_knew_of_the_signal(tmp_p
     """Scoring ends in all processes as soon as one of them knows."""
     saved = SimpleNamespace(wait=lambda: None, latest=3)
     run = SimpleNamespace(checkpointer=saved, boundary=SimpleNamespace(done=3), _note_saved=lambda: None)
+    run.keep = partial(Run.keep, run)
     with pytest.raises(StopRequested), open_phases(base(), RunFolder(name="run", local=tmp_path)) as run.phases:
         run.phases.enter("reward")
         Run.stop(run)

@@ -365,9 +365,10 @@ def begin(workdir):
         load=lambda folder: none,
         begin=lambda weights: None,
         policy=None,
+        teacher=None,
         meshes=SimpleNamespace(trainer=None),
     )
-    given = {"measured_on": {}, "folder": workdir}
+    given = {"measured_on": {}, "folder": workdir, "source": None, "asked": None}
     prompts = SimpleNamespace(get_state=lambda: "")
     return partial(resume.start, base(), engine, RunFolder(name="run", local=workdir), prompts, **given)
 
