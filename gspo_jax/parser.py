@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from gspo_jax import commands, exits
-from gspo_jax.errors import UserError, fault
+from gspo_jax.errors import ScoringFailed, UserError, fault
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,14 +29,17 @@ class Parser(argparse.ArgumentParser):
     ) -> int:
         """Run a command on the given arguments, None for the command line's, and return its exit code.
 
-        It is 2 after a mistake and 1 after a fault of a disk, and each is one sentence. `place` is named if the disk's
-        error has no path.
+        It is 2 after a mistake, 7 if a reward scored nothing, and 1 after a fault of a disk, and each is one sentence.
+        `place` is named if the disk's error has no path.
         """
         try:
             command(self.parse_args(given))
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return exits.MISTAKE
+        except ScoringFailed as error:
+            print(f"error: {error}", file=sys.stderr)
+            return exits.UNSCORED
         except Exception as error:
             says = fault(error, place)
             if says is None and not isinstance(error, OSError):

@@ -67,13 +67,9 @@ def open(folder: str | Path, step: int | None = None, *, config: ConfigDict | No
     cli.prepare(config)
     with ExitStack() as stack:
         # Reward workers start when something is to be scored.
-        opened = stack.enter_context(open_policy(config, folder if is_run else None, make_scorer=_no_scorer))
+        opened = stack.enter_context(open_policy(config, folder if is_run else None, make_scorer=lambda: Scorer({})))
         _, name = opened.load(step)
         return Responder(opened, f"{folder}, {name}" if is_run else str(folder), stack.pop_all())
-
-
-def _no_scorer() -> Scorer:
-    return Scorer({"exact_answer": 0.0})
 
 
 def folder_config(folder: str | Path) -> ConfigDict:

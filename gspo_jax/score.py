@@ -8,6 +8,7 @@ number or null by name, and `errors`, the reason for each null. NaN and Infinity
 training (data/rows.py): a reward has no score without the reference it needs.
 """
 
+import collections
 import json
 import math
 import sys
@@ -22,11 +23,13 @@ from rich.console import Console
 
 from gspo_jax import cli, foreign, references
 from gspo_jax.data import files, rows
-from gspo_jax.errors import UserError
+from gspo_jax.errors import ScoringFailed, UserError
 from gspo_jax.parallel import processes
 from gspo_jax.parser import make_parser
 from gspo_jax.progress import make_table
 from gspo_jax.rewards.scorer import Row, Scorer, check_weights
+from gspo_jax.rewards.scores import NONE
+from gspo_jax.secrets import redacted
 
 _AT_A_TIME = 256
 _OWN_FIELDS = ("prompt", "completion", "scores", "errors")
@@ -51,7 +54,7 @@ def score(
 
     Returns:
       `rows`, `seconds`, `rows_per_s`, and `rewards`: by name, the `mean` score, None without scores, and the count
-        `failed`.
+        `failed`, and the most frequent reason in `why`, if a function failed.
 
     Raises:
       UserError: a line is no completion, a reward is unknown, or an option is out of range.
@@ -66,6 +69,7 @@ def score(
     lines = list(_read(source))
     begun = time.monotonic()
     found: dict[str, list[float]] = {name: [] for name in named}
+    causes = {name: collections.Counter[str]() for name in named}
     try:
         scorer = Scorer(dict.fromkeys(named, 1.0), own=own, timeout_s=timeout_s, workers=workers, unsafe=unsafe)
     except references.BadReference as error:
@@ -84,8 +88,10 @@ def score(
                     if result.value is None
                 }
                 file.write(json.dumps(line.content | {"scores": scores, "errors": errors}) + "\n")
-                for name, value in scores.items():
-                    found[name] += [] if value is None else [value]
+                for name, result in results.items():
+                    found[name] += [] if result.value is None else [result.value]
+                    if result.error not in (None, NONE) and not (result.raised and line.wrong):
+                        causes[name][str(result.failed_by)] += 1
     seconds = time.monotonic() - begun
     return {
         "rows": len(lines),
@@ -93,6 +99,7 @@ def score(
         "rows_per_s": round(len(lines) / seconds, 1),
         "rewards": {
             name: {"mean": float(np.mean(values)) if values else None, "failed": len(lines) - len(values)}
+            | ({"why": redacted(causes[name].most_common(1)[0][0])} if causes[name] else {})
             for name, values in found.items()
         },
     }
@@ -148,6 +155,9 @@ def _command(given: Namespace) -> None:
     cli.write_facts(given.json, facts)
     Console().print(make_table([{"reward": name, **values} for name, values in facts["rewards"].items()]))
     print(f"{facts['rows']} rows in {facts['seconds']} s, {facts['rows_per_s']} a second: {given.target}")
+    for name, values in facts["rewards"].items():
+        if "why" in values and values["failed"] == facts["rows"]:
+            raise ScoringFailed(f"reward {name!r} scored none of {facts['rows']} rows, most often by: {values['why']}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gspo_jax import score
+from gspo_jax import exits, score
 
 ROWS = [
     {"prompt": "1+1=", "completion": "#### 2", "answer": "2", "id": 7},
@@ -43,10 +43,11 @@ def test_rows_are_written_with_scores_and_reasons(files, capsys, tmp_path):
     assert "polite" in capsys.readouterr().out
 
 
-def test_a_reward_that_raises_on_every_row_is_told_row_by_row(files):
+def test_a_reward_that_raises_on_every_row_is_told_row_by_row(files, capsys):
     source, target, own = files
     own.write_text("def lost(prompt, completion, record):\n    return record['wanted']\n")
-    assert score.main([f"--reward={own}:lost", f"--in={source}", f"--out={target}"]) == 0
+    assert score.main([f"--reward={own}:lost", f"--in={source}", f"--out={target}"]) == exits.UNSCORED
+    assert "reward 'lost' scored none of 3 rows, most often by: KeyError: 'wanted'" in capsys.readouterr().err
     written = [json.loads(line) for line in target.read_text().splitlines()]
     assert all(row["scores"] == {"lost": None} and "KeyError: 'wanted'" in row["errors"]["lost"] for row in written)
 

@@ -15,7 +15,7 @@ import random
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any
@@ -93,8 +93,7 @@ class Calls(AbstractContextManager["Calls"]):
             else:
                 error = task.exception()
                 result = task.result() if error is None else Outcome(None, _trace(error), raised=True)
-            if not future.cancelled():
-                future.set_result(result)
+            future.set_result(result)
 
         task = self._loop.create_task(self._outcome(asked))
         self._running.add(task)
@@ -208,10 +207,16 @@ class _Room:
         self._most = self._tokens
         self._waiting: list[tuple[float, asyncio.Future[None]]] = []
 
-    def taken(self, tokens: float) -> "_Taken":
-        return _Taken(self, min(tokens, self._most))
+    @contextlib.asynccontextmanager
+    async def taken(self, tokens: float) -> AsyncIterator[None]:
+        tokens = min(tokens, self._most)
+        await self._enter(tokens)
+        try:
+            yield
+        finally:
+            self._leave(tokens)
 
-    async def enter(self, tokens: float) -> None:
+    async def _enter(self, tokens: float) -> None:
         if not self._waiting and self._fits(tokens):
             self._take(tokens)
             return
@@ -223,10 +228,10 @@ class _Room:
             if turn in self._waiting:
                 self._waiting.remove(turn)
             elif not turn[1].cancelled():  # it had been let in
-                self.leave(tokens)
+                self._leave(tokens)
             raise
 
-    def leave(self, tokens: float) -> None:
+    def _leave(self, tokens: float) -> None:
         self._calls, self._tokens = self._calls + 1, self._tokens + tokens
         while self._waiting and self._fits(self._waiting[0][0]):
             size, turn = self._waiting.pop(0)
@@ -239,17 +244,6 @@ class _Room:
 
     def _take(self, tokens: float) -> None:
         self._calls, self._tokens = self._calls - 1, self._tokens - tokens
-
-
-class _Taken:
-    def __init__(self, room: _Room, tokens: float) -> None:
-        self._room, self._size = room, tokens
-
-    async def __aenter__(self) -> None:
-        await self._room.enter(self._size)
-
-    async def __aexit__(self, *exception: object) -> None:
-        self._room.leave(self._size)
 
 
 class _Threads:

@@ -61,7 +61,7 @@ class Sampling:
     """Responses per prompt."""
     temperature: float
     max_tokens: int
-    """Of a response, or of an episode with its replies."""
+    """Most tokens of a response, or of an episode with its replies."""
 
     def __post_init__(self) -> None:
         for name in ("n", "max_tokens"):

@@ -114,6 +114,8 @@ class BatchScorer:
         took_s = sum(each.until - each.since for each in scores)
         found = {"throughput/answers_per_s": sum(len(each.total) for each in scores) / sum(s.seconds for s in scores)}
         found |= {"timing/scoring_s": took_s, "timing/scoring_hidden": max(0.0, 1 - waited_s / max(took_s, 1e-9))}
+        if retries := sum(each.retries for each in scores):
+            found["reward/retries"] = retries
         found |= self.scorer.take_metrics()
         if any(each.without_worker is not None for each in scores):
             queued = [wait for each in scores for wait in each.queued_s]

@@ -47,7 +47,7 @@ class Settings(Endpoint):
     temperature: float | None
     """None: the server's own."""
     max_tokens: int | None
-    """Of a verdict, thoughts included. None: the server's own limit."""
+    """Most tokens of a verdict, thoughts included. None: the server's own limit."""
     pairwise: bool
     """Compare the responses of a group instead."""
     pairs: int | None
@@ -149,7 +149,7 @@ class PairwiseJudge:
     def take_metrics(self) -> dict[str, float]:
         """Return what `Judge` counts, and the share of pairs whose verdict depends on the order."""
         counts = self._server.take()
-        found = {f"judge/{name}": float(counts[name]) for name in ("calls", "prompt_tokens", "completion_tokens")}
+        found = self._server.metrics_of(counts)
         if counts["pairs"]:
             found["judge/position_bias"] = counts["flipped"] / counts["pairs"]
         return found

@@ -20,9 +20,9 @@ from absl import logging
 from gspo_jax import tool_calls
 from gspo_jax.calls.calls import Calls, Limits, called
 from gspo_jax.calls.outcomes import Outcome, mapped, settled
-from gspo_jax.errors import ScoringFailed, StopRequested, UserError
+from gspo_jax.errors import StopRequested, UserError
 from gspo_jax.rewards import environments, scores
-from gspo_jax.rewards.scorer import FEWEST_FAILURES, LOOK_S, BrokenWatch, check_loop, unless_stopped
+from gspo_jax.rewards.scorer import LOOK_S, BrokenWatch, check_loop, check_share, unless_stopped
 from gspo_jax.rewards.tools import shortened
 from gspo_jax.sandbox import Request, Sandbox, Verdict
 from gspo_jax.secrets import redacted
@@ -50,18 +50,16 @@ class TurnOver:
     turns: tuple[str, ...]
     """The policy's own turns, the newest last."""
     befores: tuple[str, ...]
-    """What of the completion comes before each of these."""
+    """The completion's text before each of these; not read without tools."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What an environment says to a turn."""
+    """A reply to a turn, and the turn's reward."""
 
     said: "str | Sequence[Message] | None"
     """A text, or messages of a user or of tools; None ends the episode."""
     reward: float | None = None
-    failed: bool = False
-    """True if the environment failed. The episode ends without a score."""
 
 
 @dataclass
@@ -75,12 +73,12 @@ class _Live:
 
 @dataclass(frozen=True)
 class Setting:
-    """What an environment needs beside its name."""
+    """Limits, rights and references of an environment."""
 
     own: Mapping[str, str] = field(default_factory=dict)
     """name -> reference (references.py)."""
     limits: Limits = Limits()  # noqa: RUF009  frozen
-    """Of calls of functions. Calls of an object are made once: it may have changed meanwhile."""
+    """Limits of calls of functions. Calls of an object are made once: it may have changed meanwhile."""
     most_failed: float = 1.0
     """Share of the episodes asked about at a time that may fail."""
     timeout_s: float = 2.0
@@ -112,6 +110,7 @@ class Replies(AbstractContextManager["Replies"]):
         self._calls, self._watch = Calls(limits), BrokenWatch("environment", name)
         self._closing = Calls(dataclasses.replace(limits, concurrency=_CLOSING_AT_ONCE))  # never behind other calls
         self._live: dict[bytes, _Live] = {}
+        self._ending = set[Future[Outcome[Any]]]()
         sandboxed = name in environments.SANDBOXED
         self._sandbox = Sandbox(workers=setting.workers, unsafe=setting.unsafe) if sandboxed else None
         self.interrupted: Callable[[], bool] = lambda: False
@@ -166,12 +165,13 @@ class Replies(AbstractContextManager["Replies"]):
     def finish(self, ids: Sequence[bytes]) -> None:
         """Close the environments of episodes that are over, without waiting for it."""
         for id in ids:
-            self._end(id)
+            self._end(self._live.pop(id, None))
 
     def close(self) -> None:
         """End all calls, close all environments and end the sandboxes. Idempotent."""
         self._calls.close()
-        wait([self._end(id) for id in list(self._live)], timeout=CLOSING_S)
+        self.finish(list(self._live))
+        wait(set(self._ending), timeout=CLOSING_S)
         self._closing.close()
         if self._sandbox is not None:
             self._sandbox.close()
@@ -179,17 +179,15 @@ class Replies(AbstractContextManager["Replies"]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _end(self, id: bytes) -> "Future[Outcome[Any]]":
-        """Begin to close an episode's environment, if there is one."""
-        live = self._live.pop(id, None)
-        if live is None or not hasattr(live.made, "close"):
-            return settled(Outcome(None))
-        end = self._closing.submit(live.made.close)
-        end.add_done_callback(self._closed)
-        return end
+    def _end(self, live: _Live | None) -> None:
+        """Begin to close an environment, if there is one."""
+        if live is not None and hasattr(live.made, "close"):
+            end = self._closing.submit(live.made.close)
+            self._ending.add(end)
+            end.add_done_callback(self._closed)
 
     async def _opened(self, id: bytes, record: dict[str, Any]) -> Any:
-        self._end(id)
+        self._end(self._live.pop(id, None))
         live = self._live[id] = _Live(await called(self._answer))
         return await called(live.made.reset, record) if hasattr(live.made, "reset") else None
 
@@ -265,14 +263,11 @@ class Replies(AbstractContextManager["Replies"]):
             raise UserError(wrong[0])
         self._watch.report(rows, outcomes)
         failed = collections.Counter(str(o.failed_by) for o in outcomes if o.error is not None)
-        if failed.total() >= FEWEST_FAILURES and failed.total() > self._setting.most_failed * len(outcomes):
-            raise ScoringFailed(
-                f"environment {self._name!r} failed in {failed.total()} of {len(outcomes)} episodes, most often by: "
-                f"{failed.most_common(1)[0][0]}; the limit is scoring.most_failed={self._setting.most_failed:g}. Mend "
-                "what it asks, then start the same command again"
-            )
+        what, most = f"environment {self._name!r} failed in", self._setting.most_failed
+        check_share(what, failed.total(), len(outcomes), "episodes", most, failed)
 
     def _closed(self, end: "Future[Outcome[Any]]") -> None:
+        self._ending.discard(end)
         outcome = end.result()
         if outcome.error is not None:
             self._closing.renew()  # one that fails keeps no other from being closed

@@ -50,7 +50,7 @@ class Rubric:
             if name not in found:
                 raise UserError(f"{field}: the template has no {{{name}}}, so no response would be seen; add it")
         self.fields = frozenset(fields | ({"answer"} & found))
-        """Of records."""
+        """Fields of records that the template reads."""
         self._field = field
 
     def fill(self, values: Mapping[str, str], record: Mapping[str, Any]) -> str:

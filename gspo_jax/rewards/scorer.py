@@ -69,6 +69,8 @@ class Scores:
     """Time of the first question, by `time.monotonic`, perhaps asked ahead."""
     until: float = 0.0
     """Time of the last answer."""
+    retries: int = 0
+    """Calls made again after failures that pass."""
 
 
 class Scorer(AbstractContextManager["Scorer"]):
@@ -212,6 +214,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             failed=failed,
             since=since,
             until=time.monotonic(),
+            retries=sum(o.retries for name in self._questions for o in outcomes[name]),
         )
 
     def confirm(
@@ -226,21 +229,12 @@ class Scorer(AbstractContextManager["Scorer"]):
           ScoringFailed: a function has none for more than the permitted share of the responses it was asked about, or
             the environment failed in more.
         """
-        if lost is not None and (count := int(lost.sum())) >= max(FEWEST_FAILURES, self._most_failed * len(lost) + 1):
-            raise ScoringFailed(
-                f"the environment failed in {count} of {len(lost)} episodes of a batch; the limit is "
-                f"scoring.most_failed={self._most_failed:g}. Warnings above say why; mend it, then start the same "
-                "command again"
-            )
-        for name in failed:
-            count, answered = int(failed[name].sum()), int(np.isfinite(by_name[name]).sum())
-            if count >= FEWEST_FAILURES and count > self._most_failed * (count + answered):
-                causes = self._causes.get(name) or collections.Counter(["unknown; see another process"])
-                raise ScoringFailed(
-                    f"reward {name!r} failed on {count} of {count + answered} responses, most often by: "
-                    f"{causes.most_common(1)[0][0]}; the limit is scoring.most_failed={self._most_failed:g}. Mend what "
-                    "it asks, then start the same command again"
-                )
+        if lost is not None:
+            check_share("the environment failed in", int(lost.sum()), len(lost), "episodes", self._most_failed)
+        for name, each in failed.items():
+            count, answered = int(each.sum()), int(np.isfinite(by_name[name]).sum())
+            what, causes = f"reward {name!r} failed on", self._causes.get(name)
+            check_share(what, count, count + answered, "responses", self._most_failed, causes)
 
     def take_metrics(self) -> dict[str, float]:
         """Return what asking servers has cost this process since the last time."""
@@ -339,6 +333,18 @@ def _judged(name: str, verdict: Verdict) -> Outcome[float]:
     if verdict.broken:
         return Outcome(None, verdict.broken, queued_s=verdict.queued_s)
     return Outcome(code.score(name, verdict), queued_s=verdict.queued_s)
+
+
+def check_share(
+    what: str, failed: int, count: int, of: str, most: float, causes: collections.Counter[str] | None = None
+) -> None:
+    """Raise ScoringFailed, "`what` 9 of 10 `of` …", if the share of failures is above `most`, and they are not few."""
+    if failed >= FEWEST_FAILURES and failed > most * count:
+        cause = causes.most_common(1)[0][0] if causes else "see the warnings above, perhaps of another process"
+        raise ScoringFailed(
+            f"{what} {failed} of {count} {of}, most often by: {cause}; the limit is scoring.most_failed={most:g}. Mend "
+            "what it asks, then start the same command again"
+        )
 
 
 def check_loop(limits: Limits, names: str) -> None:

@@ -23,7 +23,7 @@ class Served(Protocol):
     """A reward that a server gives: called with (prompt, completion, record), or an Asker (asking.py)."""
 
     fields: frozenset[str]
-    """Of records, that every record must have."""
+    """Fields that every record must have."""
 
     def take_metrics(self) -> dict[str, float]:
         """Return what was counted since the last call."""
@@ -80,10 +80,12 @@ class Server:
 
     def take_metrics(self) -> dict[str, float]:
         """Return requests, retries included, and tokens since the last call."""
-        counts = self.take()
-        return {
-            f"{self._section}/{name}": float(counts[name]) for name in ("calls", "prompt_tokens", "completion_tokens")
-        }
+        return self.metrics_of(self.take())
+
+    def metrics_of(self, counts: Counter[str]) -> dict[str, float]:
+        """Return the metrics of what was counted."""
+        names = ("calls", "prompt_tokens", "completion_tokens")
+        return {f"{self._section}/{name}": float(counts[name]) for name in names}
 
 
 def _checked_url(section: str, url: str) -> str:

@@ -71,10 +71,9 @@ class PolledDecode:
         running = True
         while running:
             (state, pools), more = advance_piece(self, weights, inputs, state, pools)
-            ended = None if heard is None else ended_piece(self, weights, inputs, state)
             running = bool(more)
-            if heard is not None and ended is not None and running:
-                heard(*ended)
+            if heard is not None and running:
+                heard(*ended_piece(self, weights, inputs, state))
             poll()
         del pools
         return finish_piece(self, weights, inputs, state, prompt_length=prompt_length)

@@ -62,7 +62,7 @@ class TokenTurns:
 
     def _said(self, turn: TurnOver) -> Said:
         decode = self._tokenizer.decode
-        befores = tuple(decode(turn.tokens[:start]) for start in turn.starts)
+        befores = () if self._tools is None else tuple(decode(turn.tokens[:start]) for start in turn.starts)
         return Said(turn.id, turn.text, turn.record, decode(turn.tokens), tuple(map(decode, turn.turns)), befores)
 
     def _begin(self, turn: TurnOver, said: Said) -> "Future[Answer]":
@@ -79,7 +79,7 @@ class TokenTurns:
 
     def _answer(self, outcome: Outcome[Reply], last: int) -> Answer:
         reply = outcome.value
-        if reply is None or reply.failed:
+        if reply is None:
             return _NO_ANSWER
         reward = math.nan if reply.reward is None else reply.reward
         return Answer(None if reply.said is None else self._tokens(_mended(reply.said), last), reward)

@@ -45,7 +45,7 @@ TEACHER = {"teacher/kl"}
 """That of a teacher alone, which test_teacher.py reads."""
 SERVERS = {"judge/calls", "judge/prompt_tokens", "judge/completion_tokens", "judge/position_bias", "reward_model/calls"}
 """Those of servers and of what fails, which tests/rewards and test_servers.py read."""
-FAILURES = {"episode/failed", "reward/NAME/failed"}
+FAILURES = {"episode/failed", "reward/NAME/failed", "reward/retries"}
 CLOCK = ("time", "timing/", "throughput/", "compile/")
 
 
