@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from ml_collections import ConfigDict
 
-from gspo_jax import cli, score
+from gspo_jax import cli, exits, score
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import UserError
 from gspo_jax.measuring.published import Benchmark
@@ -142,7 +142,7 @@ def test_scores_say_which_field(tmp_path, monkeypatch):
     monkeypatch.setattr(scorer, "Sandbox", lambda **_: SimpleNamespace(close=lambda: None))  # none is asked
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(json.dumps({"completion": "print(1)", "inputs": [3], "outputs": ["1"]}))
-    assert score.main(["--reward=code_stdin", f"--in={source}", f"--out={target}"]) == 0
+    assert score.main(["--reward=code_stdin", f"--in={source}", f"--out={target}"]) == exits.UNSCORED
     written = json.loads(target.read_text())
     assert written["scores"] == {"code_stdin": None}
     assert written["errors"] == {"code_stdin": "inputs holds values of type int instead of texts"}
