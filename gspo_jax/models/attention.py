@@ -1,7 +1,7 @@
 """Grouped-query attention with rotary positions, and with normed queries and keys in some families."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import nnx
@@ -17,11 +17,26 @@ from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
 from gspo_jax.models.matrices import project
 from gspo_jax.parallel.mesh import on_shards
 
-Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
-"""(q [B,T,H,h], k [B,T,Kv,h], v [B,T,Kv,h]) -> (output [B,T,H,h], anything to return).
 
-It decides what a query sees.
-"""
+@runtime_checkable
+class Context(Protocol):
+    """What the tokens of a layer see: those before them in their rows, or a cache."""
+
+    @property
+    def is_step(self) -> bool:
+        """True in a decode step, where a slot's earlier tokens are in a cache."""
+        ...
+
+    def attend(
+        self, q: Array, k: Array, v: Array, keep: tuple[Array, Array] | None = None
+    ) -> tuple[Float[Array, "B T H h"], Any]:
+        """Return the queries' attention, and this layer's part of what the forward returns.
+
+        Args:
+          q, k, v: [B, T, H, h], and [B, T, Kv, h] of the same tokens.
+          keep: what a cache stores in place of k and v. A step attends to a cache, with k and v as stored.
+        """
+        ...
 
 
 def attend_causal(
@@ -112,13 +127,13 @@ class Attention(nnx.Module):
         self.k_norm: Any = norm and norm(config, stack, "kv_heads", rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "B T D"], rotation: Rotation, attend: Attend
+        self, x: Float[Array, "B T D"], rotation: Rotation, context: Context
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """Return the attention output, and what `attend` kept."""
+        """Return the attention output, and what the context kept."""
         q, k, v = project(self, ("q", "k", "v"), x)
         q, k = self._turned(q, self.q_norm, rotation, "heads"), self._turned(k, self.k_norm, rotation, "kv_heads")
         v = checkpoint_name(v, "dot").reshape(*v.shape[:2], -1, self.config.head_dim)
-        out, kept = attend(q, k, v)
+        out, kept = context.attend(q, k, v)
         (y,) = project(self, ("o",), out.reshape(*x.shape[:2], -1))
         return y, kept
 

@@ -99,6 +99,25 @@ class ModelConfig:
         return FAMILIES[self.family].stacks(self)
 
     @property
+    def runs(self) -> tuple[tuple["Stack", ...], ...]:
+        """Stacks by the scan that runs them: one alone, or those whose layers alternate."""
+        stacks, runs = list(self.stacks), []
+        while stacks:
+            runs.append(tuple(stacks[: stacks[0].turns]))
+            del stacks[: stacks[0].turns]
+        return tuple(runs)
+
+    @property
+    def layer_numbers(self) -> tuple[range, ...]:
+        """The layers of each stack, counted from the model's first."""
+        first, found = 0, []
+        for run in self.runs:
+            end = first + sum(stack.layers for stack in run)
+            found += [range(first + i, end, len(run)) for i in range(len(run))]
+            first = end
+        return tuple(found)
+
+    @property
     def routed_layers(self) -> int:
         """L, the leading dimension of routes, load and drift; 0 for a dense model."""
         return sum(stack.layers for stack in self.stacks if stack.is_routed)
@@ -164,6 +183,8 @@ class Stack:
     experts: int = 0
     """Per layer; 0 for dense layers."""
     experts_per_token: int = 0
+    turns: int = 1
+    """Number of stacks, this one among them, whose layers alternate: one of each, then the next of each, …"""
 
     @property
     def is_routed(self) -> bool:

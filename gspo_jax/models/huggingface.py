@@ -212,7 +212,7 @@ def _entries(config: ModelConfig, params: Mapping[str, Any]) -> list[_Entry]:
         for path, rule in families.of(config).rules(config, ()).items()
         for at, name in rule.entries(params[path].shape)
     ]
-    return sorted(entries, key=lambda entry: [entry[2].first + layer for layer in entry[3][:1]])
+    return sorted(entries, key=lambda entry: [entry[2].layer(layer) for layer in entry[3][:1]])
 
 
 def _shapes(entries: list[_Entry], params: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -56,26 +56,41 @@ class Routes(NamedTuple):
         return self.experts if self.native is None else self.native
 
 
-def split_routing(asked: Routing | None, stacks: Sequence[Stack]) -> list[Routing | None]:
-    """Return each stack's part of a request."""
+def split_routing(asked: Routing | None, config: ModelConfig) -> list[list[Routing | None]]:
+    """Return the part of a request of each stack, by runs; None for dense stacks."""
     first, parts = 0, []
-    for stack in stacks:
-        parts.append(slice_layers(asked, first, stack.layers) if stack.is_routed else None)
-        first += stack.layers * stack.is_routed
+    for run in config.runs:
+        routed = sum(stack.is_routed for stack in run)
+        own = slice_layers(asked, first, routed * run[0].layers)
+        first += routed * run[0].layers
+        turn = iter(range(routed))
+        parts.append([alternate(own, next(turn), routed) if stack.is_routed else None for stack in run])
     return parts
 
 
-def join_routes(parts: Sequence[Routes | None], shape: tuple[int, ...]) -> Routes:
-    """Concatenate the stacks' routes.
+def join_routes(parts: Sequence[Sequence[Routes | None]], shape: tuple[int, ...]) -> Routes:
+    """Concatenate the stacks' routes, layer by layer.
 
     Args:
-      parts: None for dense stacks.
+      parts: of each stack, by runs; None for dense stacks.
       shape: [B, T]. A dense model's routes are [0, B, T, 0].
     """
-    routed = [part for part in parts if part is not None]
-    if not routed:
+    runs = [own for run in parts if (own := [part for part in run if part is not None])]
+    if not runs:
         return Routes(jnp.zeros((0, *shape, 0), jnp.int32), jnp.zeros((0, *shape, 0), jnp.float32))
-    return join_layers(routed)
+    return join_layers([interleave(run) for run in runs])
+
+
+def alternate(tree: Any, turn: int, turns: int) -> Any:
+    """Return layers turn, turn + turns, … of every array."""
+    return tree if turns == 1 else jax.tree.map(lambda x: x.reshape(-1, turns, *x.shape[1:])[:, turn], tree)
+
+
+def interleave(parts: Sequence[Any]) -> Any:
+    """Invert `alternate`."""
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *xs: jnp.stack(xs, axis=1).reshape(-1, *xs[0].shape[1:]), *parts)
 
 
 def slice_layers(tree: Any, first: int, count: int) -> Any:

@@ -36,8 +36,8 @@ class Rule:
     """"ours -> theirs", one letter per dimension; H is all heads side by side."""
     half: int | None = None
     """0 or 1 if their second dimension concatenates two of our parameters."""
-    first: int = 0
-    """Checkpoint number of our first layer."""
+    layers: range | None = None
+    """Checkpoint numbers of our layers; None: as ours."""
 
     @property
     def ours(self) -> list[str]:
@@ -56,7 +56,11 @@ class Rule:
 
     def name(self, at: Mapping[str, int]) -> str:
         """Return their tensor's name at an outer index."""
-        return self.tensor.format(**{axis: i + self.first * (axis == "L") for axis, i in at.items()})
+        return self.tensor.format(**{axis: self.layer(i) if axis == "L" else i for axis, i in at.items()})
+
+    def layer(self, ours: int) -> int:
+        """Return the checkpoint's number of our layer."""
+        return ours if self.layers is None else self.layers[ours]
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of each of their tensors."""
@@ -168,10 +172,8 @@ def of_model(config: ModelConfig, *stacks: Mapping[str, Rule]) -> dict[str, Rule
       stacks: each stack's rules of a layer, by the path inside the block.
     """
     rules = {path: rule for path, rule in _MODEL.items() if not (path == "head" and config.tie_word_embeddings)}
-    first = 0
-    for i, (stack, own) in enumerate(zip(config.stacks, stacks, strict=True)):
-        rules |= {f"layers.{i}.{path}": dataclasses.replace(rule, first=first) for path, rule in own.items()}
-        first += stack.layers
+    for i, (layers, own) in enumerate(zip(config.layer_numbers, stacks, strict=True)):
+        rules |= {f"layers.{i}.{path}": dataclasses.replace(rule, layers=layers) for path, rule in own.items()}
     return rules
 
 

@@ -3,7 +3,8 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from gspo_jax.kernels.packed_attention import Spans
 from gspo_jax.kernels.rotary import Rotation, rms_norm
 from gspo_jax.models import fused, int8, lora
 from gspo_jax.models.attention import (
-    Attend,
+    Context,
     attend_cached,
     attend_causal,
     attend_packed,
@@ -31,9 +32,9 @@ from gspo_jax.models.matrices import SCALE
 from gspo_jax.models.moe import (
     Routes,
     Routing,
+    interleave,
     join_layers,
     join_routes,
-    slice_layers,
     split_experts,
     split_routing,
 )
@@ -104,37 +105,74 @@ class Block(nnx.Module):
         x: Float[Array, "B T D"],
         rotation: Rotation,
         valid: Bool[Array, "B T"],
-        attend: Attend,
+        context: Context,
         asked: Routing | None = None,
         layer: Int[Array, ""] | None = None,
         keeps: bool = False,
     ) -> tuple[Float[Array, "B T D"], Routes | None, Any]:
-        """Return the residual stream, this layer's routes (None if dense), and what `attend` kept.
+        """Return the residual stream, this layer's routes (None if dense), and what `context` kept.
 
         `layer` and `keeps` are as in `MoE`.
         """
         eps = self.config.rms_norm_eps
         with jax.named_scope("attention"):
-            y, kept = self.attention(rms_norm(x, self.attention_norm[...], eps), rotation, attend)
+            y, kept = self.attention(rms_norm(x, self.attention_norm[...], eps), rotation, context)
         x = checkpoint_name(constrain(x + y, "batch", None, None), "dot")
         with jax.named_scope("feed_forward"):
             y, routes = self.mlp(rms_norm(x, self.mlp_norm[...], eps), valid, asked, layer, keeps)
         return constrain(x + y, "batch", None, None), routes, kept
 
 
-class _Rows(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """The context of whole rows: a token sees itself and those before it."""
+
     valid: Bool[Array, "B T"]
     """False on padding."""
     positions: Int[Array, "B T"]
-    attend: Attend
+    spans: Spans | None
+    """The keys that each token sees; None: the valid ones before it."""
+    stores: Callable[[Array], KV] | None = None
+    """Makes what a cache stores of keys or values. None: nothing is kept."""
+
+    is_step = False
+
+    @classmethod
+    def of(cls, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None, spans: Spans | None) -> "_Rows":
+        if spans is not None:
+            return cls(spans.valid, spans.positions, spans)
+        valid = jnp.ones(tokens.shape, bool) if valid is None else valid
+        return cls(valid, jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0), None)
+
+    def attend(self, q: Array, k: Array, v: Array, keep: tuple[Array, Array] | None = None) -> tuple[Array, Any]:
+        spans = self.spans
+        out = attend_causal(q, k, v, self.valid) if spans is None else attend_packed(q, k, v, spans)
+        if self.stores is None:
+            return out, None
+        return out, tuple(map(self.stores, keep or (k, v)))
 
 
-def _rows(tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None, spans: Spans | None) -> _Rows:
-    if spans is not None:
-        return _Rows(spans.valid, spans.positions, lambda q, k, v: (attend_packed(q, k, v, spans), None))
-    valid = jnp.ones(tokens.shape, bool) if valid is None else valid
-    positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
-    return _Rows(valid, positions, lambda q, k, v: (attend_causal(q, k, v, valid), None))
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """The context of a decode step in one layer: prompts and pages of a cache."""
+
+    cache: Cache
+    """`k` and `v` as the layers before left them."""
+    layer: Int[Array, ""]
+    """Number among the cache's layers."""
+    slots: DecodeSlots
+    rows: SlotRows | None
+    newest: tuple[Int[Array, "B Q"], Int[Array, "B Q"]]
+    """Page and column of each token fed."""
+
+    is_step = True
+
+    def attend(self, q: Array, k: Array, v: Array, keep: tuple[Array, Array] | None = None) -> tuple[Array, Any]:
+        del keep
+        cache, where = self.cache, {"layer": self.layer, "ages": self.slots.ages, "rows": self.rows}
+        own = tuple(write_tokens(pool, self.layer, x, *self.newest) for pool, x in ((cache.k, k), (cache.v, v)))
+        prompt = cache.prompt_k, cache.prompt_v, cache.prompt_lengths
+        return attend_cached(q, *prompt, *own, table=cache.table, **where), own
 
 
 class Transformer(nnx.Module):
@@ -175,7 +213,7 @@ class Transformer(nnx.Module):
           valid: False on padding, which may be anywhere and takes no position; None: no padding.
           spans: for packed rows, the keys that each token sees.
         """
-        out, _ = self._forward(tokens, _rows(tokens, valid, spans), routing, remat)
+        out, _ = self._forward(tokens, _Rows.of(tokens, valid, spans), routing, remat)
         return out
 
     def prefill(
@@ -195,12 +233,8 @@ class Transformer(nnx.Module):
         """
         if spans is None and valid is not None and platform() == "tpu":
             spans = Spans.of_texts(valid)
-        rows = _rows(tokens, valid, spans)
-
-        def keep(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-            return rows.attend(q, k, v)[0], (stored(k, cache_dtype), stored(v, cache_dtype))
-
-        return self._forward(tokens, rows._replace(attend=keep), None, "none", in_place=True)
+        rows = dataclasses.replace(_Rows.of(tokens, valid, spans), stores=partial(stored, dtype=cache_dtype))
+        return self._forward(tokens, rows, None, "none", in_place=True)
 
     def decode(self, tokens: Int[Array, "B Q"], slots: DecodeSlots, cache: Cache) -> tuple[Output, Cache]:
         """Feed up to Q tokens to every slot. Where none is fed, none reaches an expert and outputs are undefined."""
@@ -211,18 +245,20 @@ class Transformer(nnx.Module):
             x = self._embed(tokens)
             rows, at = x.reshape(-1, x.shape[-1]), positions.reshape(-1)
             rows, cache, found = fused.decode(rows, self.layers, self.config, slots, prompts, at, cache)
-            return self._output(rows.reshape(x.shape), join_routes(found, positions.shape)), cache
+            return self._output(rows.reshape(x.shape), join_routes([[own] for own in found], positions.shape)), cache
         rows = None if slots.aligned else SlotRows.of(slots.responses, slots.active, P, cache.group_size)
-        layers = jnp.arange(self.config.num_layers)
         rotation = Rotation.of(positions, self.config.rope_frequencies())
         x, first, found = self._embed(tokens), 0, []
-        for block, stack in zip(self.layers, self.config.stacks, strict=True):
-            own = slice_layers(layers, first, stack.layers)
-            x, cache, routes = _decode_stack(block, x, rotation, slots, rows, cache, own, first)
-            first += stack.layers
+        for run in self._runs():
+            x, cache, routes = _decode_run(run, x, rotation, slots, rows, cache, first)
+            first += len(run) * run[0][1].layers
             found.append(routes)
-        routes = join_routes(found, positions.shape)
-        return self._output(x, routes), cache
+        return self._output(x, join_routes(found, positions.shape)), cache
+
+    def _runs(self) -> list[list[tuple[Block, Stack]]]:
+        """Return blocks and stacks, by runs."""
+        blocks = iter(self.layers)
+        return [[(next(blocks), stack) for stack in run] for run in self.config.runs]
 
     def _forward(
         self, tokens: Array, rows: "_Rows", routing: Routing | None, remat: Remat, *, in_place: bool = False
@@ -231,29 +267,32 @@ class Transformer(nnx.Module):
         # Behind a barrier, or the TPU compiler moves cosines into the loop.
         rotation = jax.lax.optimization_barrier(Rotation.of(rows.positions, self.config.rope_frequencies()))
 
-        def run(block: Block, x: Array, asked: Routing | None) -> tuple[Array, tuple[Routes | None, Any]]:
-            graph, stacked = nnx.split(block)
-            whole, sliced = split_experts(stacked) if in_place else (nnx.State({}), stacked)
-            number = jnp.arange(len(block.attention_norm[...])) if in_place else None
+        def scanned(blocks: list[Block], x: Array, asked: list[Routing | None]) -> tuple[Array, Any]:
+            graphs, stacked = zip(*map(nnx.split, blocks), strict=True)
+            whole, sliced = zip(*map(split_experts if in_place else _all_sliced, stacked), strict=True)
+            number = jnp.arange(len(blocks[0].attention_norm[...])) if in_place else None
 
-            def layer(x: Array, xs: tuple[nnx.State, Routing | None, Array | None]) -> Any:
+            def layer(x: Array, xs: tuple[Any, list[Routing | None], Array | None]) -> Any:
                 params, asked, number = xs
-                x = checkpoint_name(x, "input")
-                one = nnx.merge(graph, params, whole)
-                options = {"layer": number, "keeps": remat not in LEAN}
-                x, routes, kept = one(x, rotation, rows.valid, rows.attend, asked, **options)
-                return x, (routes, kept)
+                found = []
+                for i, graph in enumerate(graphs):
+                    x = checkpoint_name(x, "input")
+                    one = nnx.merge(graph, params[i], whole[i])
+                    options = {"layer": number, "keeps": remat not in LEAN}
+                    x, routes, kept = one(x, rotation, rows.valid, rows, asked[i], **options)
+                    found.append((routes, kept))
+                return x, found
 
             # Loops do not share subexpressions: the barriers that prevent it would keep slices from being fused.
             body = layer if remat == "none" else jax.checkpoint(layer, policy=REMATS[remat], prevent_cse=False)
             return jax.lax.scan(body, x, (sliced, asked, number))
 
         x, found = self._embed(tokens), []
-        for block, asked in zip(self.layers, split_routing(routing, self.config.stacks), strict=True):
-            x, of_stack = run(block, x, asked)
-            found.append(of_stack)
-        routes, kept = zip(*found, strict=True)
-        return self._output(x, join_routes(routes, tokens.shape)), join_layers(kept)
+        for run, asked in zip(self._runs(), split_routing(routing, self.config), strict=True):
+            x, of_run = scanned([block for block, _ in run], x, asked)
+            found.append(of_run)
+        routes = join_routes([[routes for routes, _ in run] for run in found], tokens.shape)
+        return self._output(x, routes), join_layers([interleave([kept for _, kept in run]) for run in found])
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         if spread.is_spread(self.embed):
@@ -269,37 +308,39 @@ class Transformer(nnx.Module):
         return Output(rms_norm(x, self.norm[...], self.config.rms_norm_eps), routes, head, is_local)
 
 
-def _decode_stack(
-    block: Block,
+def _all_sliced(stacked: nnx.State) -> tuple[nnx.State, nnx.State]:
+    """As `split_experts`, with every parameter among the others."""
+    return nnx.State({}), stacked
+
+
+def _decode_run(
+    run: list[tuple[Block, Stack]],
     x: Float[Array, "B Q D"],
     rotation: Rotation,
     slots: DecodeSlots,
     rows: SlotRows | None,
     cache: Cache,
-    layers: Int[Array, " L"],
     first: int,
-) -> tuple[Float[Array, "B Q D"], Cache, Routes | None]:
-    """Feed x through one stack. Its layers in the cache are `layers`, from `first` on."""
-    graph, stacked = nnx.split(block)
-    whole, sliced = split_experts(stacked)
-    pages, columns = cache.newest(slots.ages)
+) -> tuple[Float[Array, "B Q D"], Cache, list[Routes | None]]:
+    """Feed x through one run, whose layers in the cache begin at `first`."""
+    graphs, stacked = zip(*(nnx.split(block) for block, _ in run), strict=True)
+    whole, sliced = zip(*map(split_experts, stacked), strict=True)
+    newest = cache.newest(slots.ages)
 
-    def layer(carry: tuple[Array, KV, KV], xs: tuple[nnx.State, Array]) -> tuple[Any, Routes | None]:
-        x, ks, vs = carry
-        params, index = xs
+    def layer(carry: tuple[Array, KV, KV], xs: tuple[Any, Array]) -> tuple[Any, list[Routes | None]]:
+        x, k, v = carry
+        params, number = xs
+        found = []
+        for i, graph in enumerate(graphs):
+            at = first + number * len(run) + i
+            context = _Step(dataclasses.replace(cache, k=k, v=v), at, slots, rows, newest)
+            one = nnx.merge(graph, params[i], whole[i])
+            x, routes, (k, v) = one(x, rotation, slots.ages > 0, context, layer=number)
+            found.append(routes)
+        return (x, k, v), found
 
-        def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[KV, KV]]:
-            own = write_tokens(ks, index, k, pages, columns), write_tokens(vs, index, v, pages, columns)
-            prompt = cache.prompt_k, cache.prompt_v, cache.prompt_lengths
-            where = {"layer": index, "table": cache.table, "ages": slots.ages, "rows": rows}
-            return attend_cached(q, *prompt, *own, **where), own
-
-        one = nnx.merge(graph, params, whole)
-        in_stack = index - first if first else index
-        x, routes, (ks, vs) = one(x, rotation, slots.ages > 0, attend, layer=in_stack)
-        return (x, ks, vs), routes
-
-    (x, k, v), routes = jax.lax.scan(layer, (x, cache.k, cache.v), (sliced, layers))
+    numbers = jnp.arange(run[0][1].layers)
+    (x, k, v), routes = jax.lax.scan(layer, (x, cache.k, cache.v), (sliced, numbers))
     return x, dataclasses.replace(cache, k=k, v=v), routes
 
 

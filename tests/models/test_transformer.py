@@ -142,16 +142,32 @@ def test_a_dense_stack_and_a_routed_one(mixed_family):  # noqa: F811
     assert leaf_errors(given, copy) == 0
 
 
-@pytest.mark.slow
-def test_one_stack_cut_in_two_is_the_same_model(monkeypatch):
-    one = dataclasses.replace(CONFIG, num_layers=1)
-    halves = types.SimpleNamespace(**vars(qwen3) | {"stacks": lambda config: qwen3.stacks(one) * 2})
-    monkeypatch.setitem(families.FAMILIES, "halves", halves)
-    whole, tokens = params(), jnp.asarray(prompts().tokens)
-    graph, shapes = transformer.abstract(dataclasses.replace(CONFIG, family="halves"))
-    layers = {i: jax.tree.map(lambda x, i=i: x[i : i + 1], whole["layers"][0]) for i in range(2)}
+@pytest.mark.parametrize("turns", mostly_slow([1, 2], always=[2]), ids=lambda n: "alternating" if n == 2 else "halves")
+def test_one_stack_cut_in_two_is_the_same_model(turns, monkeypatch):
+    """Two stacks of two layers, one after the other or in turn: outputs, replay, cache entries and decoded logits."""
+    whole_config = dataclasses.replace(CONFIG, num_layers=4)
+    (half,) = qwen3.stacks(dataclasses.replace(CONFIG, num_layers=2))
+    stacks = (dataclasses.replace(half, turns=turns),) * 2
+    monkeypatch.setitem(families.FAMILIES, "cut", types.SimpleNamespace(**vars(qwen3) | {"stacks": lambda _: stacks}))
+    config = dataclasses.replace(whole_config, family="cut")
+    whole, batch = params(whole_config), prompts()
+    own = {i: np.array(numbers) for i, numbers in enumerate(config.layer_numbers)}
+    assert [list(numbers) for numbers in own.values()] == ([[0, 2], [1, 3]] if turns == 2 else [[0, 1], [2, 3]])
+    layers = {i: jax.tree.map(lambda x, n=n: x[n], whole["layers"][0]) for i, n in own.items()}
     cut = nnx.State({**whole, "layers": layers})
-    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, cut)
-    a, b = run(tokens), jax.jit(lambda p: nnx.merge(graph, p)(tokens))(cut)
-    np.testing.assert_allclose(a.logits, b.logits, atol=1e-5)
-    np.testing.assert_array_equal(a.routes.experts, b.routes.experts)
+    replay = jnp.asarray(np.random.default_rng(0).integers(0, 8, (4, *batch.tokens.shape, 2)))
+
+    def outputs(params, config):
+        net = nnx.merge(transformer.abstract(config)[0], params)
+        tokens = jnp.asarray(batch.tokens)
+        plain, (k, v) = net.prefill(tokens)
+        k, v = heads_first(k), heads_first(v)
+        P, pool = len(tokens), empty_pool(k, len(tokens), 4)
+        cache = Cache(k, v, jnp.asarray(batch.lengths), pool, pool, jnp.arange(P)[:, None], 1)
+        slots = DecodeSlots(jnp.arange(P), jnp.ones((P, 1), jnp.int32), aligned=True)
+        step, _ = net.decode(tokens[:, :1], slots, cache)
+        replayed = net(tokens, routing=Routing(replay=replay))
+        return [(out.logits, out.routes) for out in (plain, step, replayed)], k, v
+
+    a, b = jax.jit(outputs, static_argnums=1)(whole, whole_config), jax.jit(outputs, static_argnums=1)(cut, config)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), a, b)
