@@ -37,11 +37,72 @@ class Llama3Rope:
     """… and ends here."""
     original_max_position_embeddings: int
 
-    def stretch(self, frequencies: Float[Array, " n"]) -> Float[Array, " n"]:
-        """Return the stretched frequencies."""
-        turns = frequencies * (self.original_max_position_embeddings / (2 * math.pi))
+    amplitude = 1.0
+
+    def frequencies(self, theta: float, head_dim: int) -> Float[Array, " half"]:
+        """Return `plain_frequencies`, stretched."""
+        plain = plain_frequencies(theta, head_dim)
+        turns = plain * (self.original_max_position_embeddings / (2 * math.pi))
         kept = jnp.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
-        return frequencies * (kept + (1 - kept) / self.factor)
+        return plain * (kept + (1 - kept) / self.factor)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnRope:
+    """Rotary frequencies stretched for long contexts by YaRN (arXiv 2309.00071): f becomes f / `factor` from one pair
+    of a head's columns on, stays above it until another, and is mixed linearly, by the pair's number, between them.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    """The mixed pairs begin with the one of which `original_max_position_embeddings` positions are this many turns, …"""
+    beta_slow: float = 1.0
+    """… and end with the one of which they are this many."""
+    truncate: bool = True
+    """Both are made whole numbers, outwards."""
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    """Growth of attention with the logarithm of `factor`. Latent attention takes this one for its scores."""
+    attention_factor: float | None = None
+    """Amplitude of the rotation; None: from `factor` and both of the above."""
+
+    @property
+    def amplitude(self) -> float:
+        """By which cosine and sine are multiplied."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+        return self._growth(1.0)
+
+    @property
+    def latent_growth(self) -> float:
+        """By which latent attention multiplies its scores, beside the amplitude."""
+        return self._growth(self.mscale_all_dim or 0.0) ** 2
+
+    def _growth(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    def frequencies(self, theta: float, head_dim: int) -> Float[Array, " half"]:
+        """Return `plain_frequencies`, stretched."""
+
+        def pair(turns: float) -> float:
+            """Return the number, with a fraction, of the pair that makes so many turns."""
+            wanted = self.original_max_position_embeddings / (turns * 2 * math.pi)
+            return head_dim * math.log(wanted) / (2 * math.log(theta))
+
+        plain, first, last = plain_frequencies(theta, head_dim), pair(self.beta_fast), pair(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, head_dim - 1)
+        width = last - first or 0.001
+        stretched = jnp.clip((jnp.arange(head_dim // 2, dtype=jnp.float32) - first) / width, 0, 1)
+        return plain / self.factor * stretched + plain * (1 - stretched)
+
+
+Rope = Llama3Rope | YarnRope
+"""Rotary positions stretched for long contexts: `frequencies`, and the `amplitude` of the rotation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +134,7 @@ class ModelConfig:
     shared_intermediate_size: int = 0
     """Inner width of a routed layer's shared experts, which every token passes, all side by side; 0: none."""
     rope_theta: float = 1e6
-    rope_scaling: Llama3Rope | None = None
+    rope_scaling: Rope | None = None
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 40960
@@ -166,8 +227,13 @@ class ModelConfig:
 
     def rope_frequencies(self) -> Float[Array, " half"]:
         """Return the radians per position by which the pairs of a head turn."""
-        plain = plain_frequencies(self.rope_theta, self.head_dim)
-        return plain if self.rope_scaling is None else self.rope_scaling.stretch(plain)
+        kind = plain_frequencies if self.rope_scaling is None else self.rope_scaling.frequencies
+        return kind(self.rope_theta, self.head_dim)
+
+    @property
+    def rope_amplitude(self) -> float:
+        """By which rotations multiply what they turn."""
+        return 1.0 if self.rope_scaling is None else self.rope_scaling.amplitude
 
     def check_mesh(self, sizes: dict[str, int], *, frozen: bool = False) -> None:
         """Raise a UserError if a mesh axis does not divide its dimension.
