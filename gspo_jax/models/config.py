@@ -158,7 +158,15 @@ class ModelConfig:
     experts_per_token: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = True
-    """Make the chosen experts' probabilities sum to one."""
+    """Make the chosen experts' weights sum to one."""
+    expert_groups: int = 1
+    """Groups of adjacent experts. A sigmoid router first chooses among these, as in DeepSeek-V3."""
+    groups_per_token: int = 1
+    """Groups that a token's experts are chosen from."""
+    routed_scaling_factor: float = 1.0
+    """A sigmoid router's factor of the chosen experts' weights."""
+    shared_intermediate_size: int = 0
+    """Inner width of a routed layer's shared experts, which every token passes, all side by side; 0: none."""
     rope_theta: float = 1e6
     rope_scaling: Rope | None = None
     rms_norm_eps: float = 1e-6
@@ -180,6 +188,25 @@ class ModelConfig:
             raise UserError(
                 f"experts_per_token {self.experts_per_token} is outside 1 to num_experts {self.num_experts}; "
                 "choose one inside"
+            )
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        groups, chosen = self.expert_groups, self.groups_per_token
+        if not 1 <= chosen <= groups:
+            raise UserError(f"groups_per_token {chosen} is outside 1 to expert_groups {groups}; choose one inside")
+        if groups == 1:
+            return
+        if self.num_experts % groups or self.num_experts < 2 * groups:
+            most = [n for n in mesh_lib.divisors(self.num_experts) if 2 * n <= self.num_experts]
+            raise UserError(
+                f"expert_groups {groups} does not divide the {self.num_experts} experts into groups of two or more; "
+                f"use one of {', '.join(map(str, most))}"
+            )
+        if chosen * self.num_experts // groups < self.experts_per_token:
+            raise UserError(
+                f"groups_per_token {chosen} has {chosen * self.num_experts // groups} experts to choose "
+                f"{self.experts_per_token} from; use {-(-self.experts_per_token * groups // self.num_experts)} or more"
             )
 
     @property
@@ -264,6 +291,7 @@ class ModelConfig:
                 ("number of key/value heads", self.num_kv_heads),
                 ("vocabulary size", self.vocab_size),
                 *(("feed-forward width", stack.width) for stack in self.stacks),
+                *(("shared experts' width", stack.shared_width) for stack in routed),
             ],
             "fsdp": [("hidden size", self.hidden_size), *(("width of latents", rank) for rank in ranks if rank)],
             "expert": [("number of experts", stack.experts) for stack in routed],
@@ -291,6 +319,8 @@ class Stack:
     experts: int = 0
     """Per layer; 0 for dense layers."""
     experts_per_token: int = 0
+    shared_width: int = 0
+    """Inner width of the experts that every token passes beside routed ones; 0: none."""
     turns: int = 1
     """Number of stacks, this one among them, whose layers alternate: one of each, then the next of each, …"""
 
@@ -301,8 +331,8 @@ class Stack:
 
     @property
     def active_width(self) -> int:
-        """Inner width per token: K · F if routed, F if dense."""
-        return self.width * self.experts_per_token if self.is_routed else self.width
+        """Inner width per token: K · F and that of shared experts if routed, F if dense."""
+        return self.width * self.experts_per_token + self.shared_width if self.is_routed else self.width
 
 
 def normal(stddev: float = 0.02) -> Callable[..., jax.Array]:
@@ -311,6 +341,7 @@ def normal(stddev: float = 0.02) -> Callable[..., jax.Array]:
 
 
 ones = jax.nn.initializers.ones
+zeros = jax.nn.initializers.zeros
 
 
 def parameter(

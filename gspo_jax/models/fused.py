@@ -49,7 +49,7 @@ def applies(config: ModelConfig, layers: Any, cache: Cache) -> bool:
 
 def _known(block: Any) -> bool:
     attention, feed_forward = block.attention, block.mlp
-    routed = type(feed_forward) is MoE and feed_forward.choose is softmax_router
+    routed = type(feed_forward) is MoE and feed_forward.choose is softmax_router and feed_forward.shared is None
     if type(attention) is not Attention or not (routed or type(feed_forward) is MLP):
         return False
     over_chips = {spread.is_spread(getattr(attention, name)) for name in ("q", "k", "v", "o")}
