@@ -10,12 +10,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.attention import SlotRows, causal_attention, decode_attention
 from gspo_jax.kernels.decode_qkv_tpu import HeadNorms
-from gspo_jax.kernels.kv import KV
+from gspo_jax.kernels.kv import KV, Values
 from gspo_jax.kernels.packed_attention import Spans, packed_attention
 from gspo_jax.kernels.rotary import Rotation, in_place, normed_rope, rms_norm, rope
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter, zeros
 from gspo_jax.models.matrices import BIAS, project
-from gspo_jax.parallel.mesh import on_shards
+from gspo_jax.parallel.mesh import head_axis, on_shards
 
 
 @runtime_checkable
@@ -28,12 +28,12 @@ class Context(Protocol):
         ...
 
     def attend(
-        self, q: Array, k: Array, v: Array, keep: tuple[Array, Array] | None = None
+        self, q: Array, k: Array, v: Array | None, keep: tuple[Array, Array | None] | None = None
     ) -> tuple[Float[Array, "B T H h"], Any]:
         """Return the queries' attention, and this layer's part of what the forward returns.
 
         Args:
-          q, k, v: [B, T, H, h], and [B, T, Kv, h] of the same tokens.
+          q, k, v: [B, T, H, h], and [B, T, Kv, h] of the same tokens. A step whose keys are the values too has no v.
           keep: what a cache stores in place of k and v. A step attends to a cache, with k and v as stored.
         """
         ...
@@ -69,10 +69,10 @@ def _wide(x: Float[Array, "B N H h"]) -> Float[Array, "B N Hh"]:
 def attend_cached(
     q: Float[Array, "B Q H h"],
     prompt_k: KV,
-    prompt_v: KV,
+    prompt_v: Values,
     prompt_lengths: Int[Array, " P"],
     k: KV,
-    v: KV,
+    v: Values,
     *,
     layer: Int[Array, ""],
     table: Int[Array, "B W"],
@@ -81,10 +81,10 @@ def attend_cached(
 ) -> Float[Array, "B Q H h"]:
     """Run `decode_attention` on each shard's heads. The batch is split already."""
 
-    def attend(q: Array, keys: KV, values: KV, lengths: Array, k: KV, v: KV, where: dict) -> Array:
+    def attend(q: Array, keys: KV, values: Values, lengths: Array, k: KV, v: Values, where: dict) -> Array:
         return decode_attention(q, keys, values, lengths, k, v, **where)
 
-    queries, keys = (None, None, "heads"), (None, None, "kv_heads")
+    queries, keys = (None, None, "heads"), (None, None, head_axis(prompt_k.shape[2]))
     arrays = (q, prompt_k, prompt_v, prompt_lengths, k, v)
     where = {"layer": layer, "table": table, "ages": ages, "rows": rows}
     return on_shards(attend, (*arrays, where), (queries, keys, keys, (), keys, keys, ()), queries)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ class Llama3Rope:
     original_max_position_embeddings: int
 
     amplitude = 1.0
+    latent_growth = 1.0
 
     def frequencies(self, theta: float, head_dim: int) -> Float[Array, " half"]:
         """Return `plain_frequencies`, stretched."""
@@ -56,9 +57,9 @@ class YarnRope:
     factor: float
     original_max_position_embeddings: int
     beta_fast: float = 32.0
-    """The mixed pairs begin with the one of which `original_max_position_embeddings` positions are this many turns, …"""
+    """The mixed pairs begin with the one that turns this often in `original_max_position_embeddings` positions, …"""
     beta_slow: float = 1.0
-    """… and end with the one of which they are this many."""
+    """… and end with the one that turns this often."""
     truncate: bool = True
     """Both are made whole numbers, outwards."""
     mscale: float | None = None
@@ -102,7 +103,38 @@ class YarnRope:
 
 
 Rope = Llama3Rope | YarnRope
-"""Rotary positions stretched for long contexts: `frequencies`, and the `amplitude` of the rotation."""
+"""Rotary positions stretched for long contexts: `frequencies`, `amplitude` of the rotation, and `latent_growth`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Sizes of multi-head latent attention (`models/latent.py`), beside the width of a head's rotary part: `head_dim`.
+
+    There are as many heads of keys and values as of queries.
+    """
+
+    rank: int
+    """Width r of the latent that keys and values are made of."""
+    query_rank: int | None
+    """Width of the latent that queries are made of. None: they are made of the residual stream."""
+    plain_dim: int
+    """Width of the part of a head's query and key without positions."""
+    value_dim: int
+    """Width of a head's value."""
+    interleaved: bool
+    """True if the rotary pairs are adjacent columns. Else they are half a head apart."""
+    biased: bool = False
+    """True if the projections from and to the residual stream have a bias; not that of queries without a latent."""
+
+
+class Cached(NamedTuple):
+    """What a cache holds of a token."""
+
+    layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    """0: the keys are the values too."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,6 +151,8 @@ class ModelConfig:
     head_dim: int
     intermediate_size: int
     """Unused by an all-MoE model, kept for the Hugging Face config."""
+    latent: Latent | None = None
+    """None: attention with grouped keys and values."""
     num_experts: int = 0
     """Per routed layer; 0 for a dense model."""
     dense_layers: int = 0
@@ -250,6 +284,13 @@ class ModelConfig:
         """The smallest signed integer dtype for expert ids and -1."""
         return np.min_scalar_type(-max(self.num_experts, 1))
 
+    @property
+    def cached(self) -> "Cached":
+        """What the decoder's cache holds of a token."""
+        if (latent := self.latent) is not None:
+            return Cached(self.num_layers, 1, latent.rank + self.head_dim, 0)
+        return Cached(self.num_layers, self.num_kv_heads, self.head_dim, self.head_dim)
+
     def rope_frequencies(self) -> Float[Array, " half"]:
         """Return the radians per position by which the pairs of a head turn."""
         kind = plain_frequencies if self.rope_scaling is None else self.rope_scaling.frequencies
@@ -273,6 +314,7 @@ class ModelConfig:
         if not self.is_routed and sizes["expert"] > 1 and not frozen:
             raise UserError(f"mesh axis expert = {sizes['expert']} but the model is dense; use expert = 1")
         routed = [stack for stack in self.stacks if stack.is_routed]
+        ranks = () if self.latent is None else (self.latent.rank, self.latent.query_rank)
         split: dict[str, list[tuple[str, int]]] = {
             "tensor": [
                 ("number of heads", self.num_heads),
@@ -281,7 +323,7 @@ class ModelConfig:
                 *(("feed-forward width", stack.width) for stack in self.stacks),
                 *(("shared experts' width", stack.shared_width) for stack in routed),
             ],
-            "fsdp": [("hidden size", self.hidden_size)],
+            "fsdp": [("hidden size", self.hidden_size), *(("width of latents", rank) for rank in ranks if rank)],
             "expert": [("number of experts", stack.experts) for stack in routed],
         }
         for axis, dimensions in split.items():

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.attention import SlotRows
 from gspo_jax.kernels.backend import platform
-from gspo_jax.kernels.kv import KV
+from gspo_jax.kernels.kv import KV, Values
 from gspo_jax.kernels.packed_attention import Spans
 from gspo_jax.kernels.rotary import Rotation, rms_norm
 from gspo_jax.models import fused, int8, lora
@@ -136,7 +136,7 @@ class _Rows:
     positions: Int[Array, "B T"]
     spans: Spans | None
     """The keys that each token sees; None: the valid ones before it."""
-    stores: Callable[[Array], KV] | None = None
+    stores: Callable[[Array | None], Values] | None = None
     """Makes what a cache stores of keys or values. None: nothing is kept."""
 
     is_step = False
@@ -148,7 +148,10 @@ class _Rows:
         valid = jnp.ones(tokens.shape, bool) if valid is None else valid
         return cls(valid, jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0), None)
 
-    def attend(self, q: Array, k: Array, v: Array, keep: tuple[Array, Array] | None = None) -> tuple[Array, Any]:
+    def attend(
+        self, q: Array, k: Array, v: Array | None, keep: tuple[Array, Array | None] | None = None
+    ) -> tuple[Array, Any]:
+        assert v is not None, "only the keys in a cache are values too"
         spans = self.spans
         out = attend_causal(q, k, v, self.valid) if spans is None else attend_packed(q, k, v, spans)
         if self.stores is None:
@@ -171,7 +174,9 @@ class _Step:
 
     is_step = True
 
-    def attend(self, q: Array, k: Array, v: Array, keep: tuple[Array, Array] | None = None) -> tuple[Array, Any]:
+    def attend(
+        self, q: Array, k: Array, v: Array | None, keep: tuple[Array, Array | None] | None = None
+    ) -> tuple[Array, Any]:
         del keep
         cache, where = self.cache, {"layer": self.layer, "ages": self.slots.ages, "rows": self.rows}
         own = tuple(write_tokens(pool, self.layer, x, *self.newest) for pool, x in ((cache.k, k), (cache.v, v)))
@@ -227,7 +232,7 @@ class Transformer(nnx.Module):
         *,
         spans: Spans | None = None,
         cache_dtype: CacheDtype | None = None,
-    ) -> tuple[Output, tuple[KV, KV]]:
+    ) -> tuple[Output, tuple[KV, Values]]:
         """Run the forward, and also return every layer's keys and values [L, P, M, Kv, h] for the cache.
 
         Tokens attend to keys and values as computed, whatever the cache stores.
@@ -335,7 +340,7 @@ def _decode_run(
     whole, sliced = zip(*map(split_experts, stacked), strict=True)
     newest = cache.newest(slots.ages)
 
-    def layer(carry: tuple[Array, KV, KV], xs: tuple[Any, Array]) -> tuple[Any, list[Routes | None]]:
+    def layer(carry: tuple[Array, KV, Values], xs: tuple[Any, Array]) -> tuple[Any, list[Routes | None]]:
         x, k, v = carry
         params, number = xs
         found = []
@@ -393,9 +398,11 @@ def _make(
 
 
 def _spread(model: Transformer) -> None:
-    """Shard the vocabulary, and the columns of dense matrices, over `expert` too."""
+    """Shard the vocabulary, and the columns of dense matrices not declared `whole`, over `expert` too."""
     found = [(model.embed, 0)] if model.head is None else [(model.embed, 0), (model.head, 1)]
     for module, own in (place for block in model.layers for place in lora.matrices(block)):
+        if getattr(module, own).get_metadata("whole", None):
+            continue
         columns = [v for v in (getattr(module, own), getattr(module, own + SCALE, None)) if v is not None]
         found += [(v, v.ndim - 1) for v in columns if "expert" not in v.get_metadata("axes")]
     for variable, dimension in found:
