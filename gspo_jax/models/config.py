@@ -155,6 +155,8 @@ class ModelConfig:
     """None: attention with grouped keys and values."""
     num_experts: int = 0
     """Per routed layer; 0 for a dense model."""
+    dense_layers: int = 0
+    """Dense layers before the routed ones."""
     experts_per_token: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = True
@@ -188,6 +190,10 @@ class ModelConfig:
             raise UserError(
                 f"experts_per_token {self.experts_per_token} is outside 1 to num_experts {self.num_experts}; "
                 "choose one inside"
+            )
+        if not 0 <= self.dense_layers <= self.num_layers:
+            raise UserError(
+                f"dense_layers {self.dense_layers} is outside 0 to num_layers {self.num_layers}; choose one"
             )
         self._check_groups()
 

@@ -70,18 +70,22 @@ class ConfigJson:
             raise UserError(f"{self.file}: {names[0]} is {_shown(value)}; it must be a positive integer below 2^31")
         return value
 
+    def count(self, name: str, *, default: int) -> int:
+        """Return as `size`, or 0."""
+        return 0 if self.fields.get(name) == 0 else self.size(name, default=default)
+
     def number(self, name: str, value: Any) -> float:
         """Return `value` as a float. Raise a UserError unless it is a positive number."""
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
             raise UserError(f"{self.file}: {name} is {_shown(value)}; it must be a positive number")
         return float(value)
 
-    def flag(self, name: str) -> bool:
-        """Return a boolean, False if absent or null. Raise a UserError for anything else."""
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        """Return a boolean, `default` if absent or null. Raise a UserError for anything else."""
         value = self.fields.get(name)
         if value is not None and not isinstance(value, bool):
             raise UserError(f"{self.file}: {name} is {_shown(value)}; it must be true or false")
-        return bool(value)
+        return default if value is None else value
 
     def experts_per_token(self, experts: int) -> int:
         """Return `num_experts_per_tok`. Raise a UserError if it exceeds `experts`."""
@@ -149,7 +153,7 @@ class ConfigJson:
         for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"):
             given |= {name: self.fields[name]} if self.fields.get(name) else {}
         numbers = {name: self.number(name, value) for name, value in given.items()}
-        truncate = self.fields.get("truncate") is None or self.flag("truncate")
+        truncate = self.flag("truncate", default=True)
         rope = YarnRope(**numbers, original_max_position_embeddings=positions, truncate=truncate)
         self._check_order(dataclasses.asdict(rope), "beta_slow", "beta_fast", may_equal=True)
         return rope
