@@ -23,16 +23,17 @@ def rms_norm(x: Float[Array, "*b D"], scale: Float[Array, " D"], eps: float) -> 
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine of position · frequency_i, for all layers: they cost more than the rotation."""
+    """Cosine and sine of position · frequency_i, times an amplitude, for all layers: they cost more than the rotation."""
 
     cos: Float[Array, "B 1 T half"]
     sin: Float[Array, "B 1 T half"]
 
     @classmethod
-    def of(cls, positions: Int[Array, "B T"], frequencies: Float[Array, " half"]) -> "Rotation":
+    def of(cls, positions: Int[Array, "B T"], frequencies: Float[Array, " half"], amplitude: float = 1.0) -> "Rotation":
         """Return those of positions, with frequencies in radians per position."""
         angle = positions[:, None, :, None].astype(jnp.float32) * frequencies.reshape(1, 1, 1, -1)
-        return cls(jnp.cos(angle), jnp.sin(angle))
+        turns = cls(jnp.cos(angle), jnp.sin(angle))
+        return turns if amplitude == 1 else cls(*(amplitude * x for x in turns))
 
 
 def rope(x: Float[Array, "B N T h"], rotation: Rotation) -> Float[Array, "B N T h"]:
@@ -40,6 +41,11 @@ def rope(x: Float[Array, "B N T h"], rotation: Rotation) -> Float[Array, "B N T 
     cos, sin = rotation
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def halves(x: Float[Array, "B N T h"]) -> Float[Array, "B N T h"]:
+    """Return heads whose pairs are adjacent, (x_0, x_1), (x_2, x_3), …, as `rope` takes them."""
+    return jnp.swapaxes(x.reshape(*x.shape[:-1], -1, 2), -1, -2).reshape(x.shape)
 
 
 def in_place(tokens: int, width: int) -> bool:

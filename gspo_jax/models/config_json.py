@@ -10,7 +10,7 @@ from typing import Any
 
 from gspo_jax import foreign
 from gspo_jax.errors import UserError
-from gspo_jax.models.config import Llama3Rope, ModelConfig
+from gspo_jax.models.config import Llama3Rope, ModelConfig, Rope, YarnRope
 
 CONFIG = "config.json"
 
@@ -115,30 +115,49 @@ class ConfigJson:
             "pad_token_id": token_id(self.file, "pad_token_id", self.fields.get("pad_token_id", pad)),
         }
 
-    def _rope(self) -> tuple[float, Llama3Rope | None]:
+    def _rope(self) -> tuple[float, Rope | None]:
         """Return base and scaling from `rope_parameters` (transformers 5) before the top level (4)."""
         theta, scaling = self.fields.get("rope_theta", 10000.0), None
         for field in ("rope_parameters", "rope_scaling"):
             rope = self.fields.get(field) or {}
             kind = rope.get("rope_type", rope.get("type", "default")) if _is_for_whole_heads(rope) else None
-            if kind not in ("default", "llama3"):
-                supported = 'only rope_type "default" and "llama3", one for all layers, on the whole head'
+            if kind not in ("default", "llama3", "yarn"):
+                supported = 'only rope_type "default", "llama3" and "yarn", one for all layers, on the whole head'
                 raise UserError(f"{self.file}: {field} is {_shown(rope)}; supported: {supported}")
             theta = rope.get("rope_theta", theta)
-            scaling = self._llama3(rope) if kind == "llama3" else scaling
+            if kind != "default":
+                inside = ConfigJson(self.file, {**rope, "model_type": kind})
+                scaling = inside._llama3() if kind == "llama3" else inside._yarn(self.fields)
         return self.number("rope_theta", theta), scaling
 
-    def _llama3(self, rope: Mapping[str, Any]) -> Llama3Rope:
-        inside = ConfigJson(self.file, {**rope, "model_type": "llama3"})
+    def _llama3(self) -> Llama3Rope:
         names = ("factor", "low_freq_factor", "high_freq_factor")
-        numbers = {name: inside.number(name, rope.get(name)) for name in names}
-        if numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
-            low, high = numbers["low_freq_factor"], numbers["high_freq_factor"]
-            raise UserError(
-                f"{self.file}: low_freq_factor {low:g} is not below high_freq_factor {high:g}; correct them"
-            )
-        positions = inside.size("original_max_position_embeddings")
+        numbers = {name: self.number(name, self.fields.get(name)) for name in names}
+        self._check_order(numbers, "low_freq_factor", "high_freq_factor", may_equal=False)
+        positions = self.size("original_max_position_embeddings")
         return Llama3Rope(**numbers, original_max_position_embeddings=positions)
+
+    def _yarn(self, model: Mapping[str, Any]) -> YarnRope:
+        """Return what transformers reads: zeros are as absent fields, and a `factor` of null is the lengths' ratio.
+
+        Args:
+          model: the fields around these.
+        """
+        longest, field = model.get("max_position_embeddings"), "original_max_position_embeddings"
+        positions = ConfigJson(self.file, {field: model.get(field, longest), **self.fields}).size(field)
+        given = {"factor": self.fields.get("factor") or self.number("max_position_embeddings", longest) / positions}
+        for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"):
+            given |= {name: self.fields[name]} if self.fields.get(name) else {}
+        numbers = {name: self.number(name, value) for name, value in given.items()}
+        truncate = self.fields.get("truncate") is None or self.flag("truncate")
+        rope = YarnRope(**numbers, original_max_position_embeddings=positions, truncate=truncate)
+        self._check_order(dataclasses.asdict(rope), "beta_slow", "beta_fast", may_equal=True)
+        return rope
+
+    def _check_order(self, numbers: Mapping[str, float], low: str, high: str, *, may_equal: bool) -> None:
+        if numbers[low] > numbers[high] or (numbers[low] == numbers[high] and not may_equal):
+            says = f"{low} {numbers[low]:g} is {'above' if may_equal else 'not below'} {high} {numbers[high]:g}"
+            raise UserError(f"{self.file}: {says}; correct them")
 
 
 def _is_for_whole_heads(rope: Any) -> bool:
@@ -163,8 +182,10 @@ def token_ids(file: pathlib.Path, field: str, value: Any) -> tuple[int, ...]:
 
 def common_fields(config: ModelConfig) -> dict[str, Any]:
     """Return the config.json fields that families write alike, for transformers from 4.51 on."""
-    eos, scaling = list(config.eos_token_ids), config.rope_scaling
-    rope = {"rope_type": "default"} if scaling is None else {"rope_type": "llama3"} | dataclasses.asdict(scaling)
+    eos, scaling, rope = list(config.eos_token_ids), config.rope_scaling, {"rope_type": "default"}
+    if scaling is not None:
+        given = {name: value for name, value in dataclasses.asdict(scaling).items() if value is not None}
+        rope = {"rope_type": "yarn" if isinstance(scaling, YarnRope) else "llama3"} | given
     return {theirs: getattr(config, ours) for ours, theirs in _SIZES.items()} | {
         "num_key_value_heads": config.num_kv_heads,
         "max_position_embeddings": config.max_position_embeddings,

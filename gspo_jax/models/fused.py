@@ -49,7 +49,7 @@ def applies(config: ModelConfig, layers: Any, cache: Cache) -> bool:
 
 def _known(block: Any) -> bool:
     attention, feed_forward = block.attention, block.mlp
-    routed = type(feed_forward) is MoE and feed_forward.choose is softmax_router
+    routed = type(feed_forward) is MoE and feed_forward.choose is softmax_router and feed_forward.shared is None
     if type(attention) is not Attention or not (routed or type(feed_forward) is MLP):
         return False
     over_chips = {spread.is_spread(getattr(attention, name)) for name in ("q", "k", "v", "o")}
@@ -198,7 +198,8 @@ def _decode(
     config: ModelConfig,
     interpret: bool,
 ) -> tuple[Array, tuple[KV, KV], list[Routes | None]]:
-    turn, first, found, pools = rotation(positions, config.rope_frequencies()), 0, [], (cache.k, cache.v)
+    turn = rotation(positions, config.rope_frequencies(), config.rope_amplitude)
+    first, found, pools = 0, [], (cache.k, cache.v)
     visits = Visits.of(cache.prompt_k, cache.prompt_lengths, cache.k, cache.table, prompts, slots.ages)
     active = (slots.ages > 0).reshape(-1, 1).astype(jnp.float32)
     # Behind a barrier, or the compiler computes what is cheap in every layer.

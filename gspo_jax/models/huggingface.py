@@ -147,7 +147,7 @@ def save(
 
     Args:
       max_shard_bytes: maximum file size, unless a tensor is larger. Several files get an index.
-      dtype: None: the embedding's.
+      dtype: None: the embedding's. Buffers stay float32.
 
     Raises:
       UserError: `folder` is a file.
@@ -169,7 +169,8 @@ def write(
 ) -> None:
     """Write a folder as `save`, from tensors in the order of `shapes`, of which one at a time is in memory."""
     folder = pathlib.Path(folder).absolute()
-    sizes = [math.prod(shape) * dtype.itemsize for shape in shapes.values()]
+    dtypes = dict.fromkeys(shapes, dtype) | _float32(config)
+    sizes = [math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()]
     shards = _shards(sizes, max_shard_bytes)
     is_writer = jax.process_index() == 0
     if folder.exists() and not folder.is_dir():
@@ -187,7 +188,7 @@ def write(
             weight_map |= dict.fromkeys(own, file)
             part = itertools.islice(tensors, count)
             if is_writer:
-                write_file(temporary / file, own, part, dtype)
+                write_file(temporary / file, own, part, dtypes)
             else:
                 collections.deque(part, maxlen=0)  # takes part in the gathering
         if is_writer:
@@ -217,6 +218,12 @@ def _entries(config: ModelConfig, params: Mapping[str, Any]) -> list[_Entry]:
 
 def _shapes(entries: list[_Entry], params: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: rule.shape(params[path].shape) for name, path, rule, _ in entries}
+
+
+def _float32(config: ModelConfig) -> dict[str, np.dtype]:
+    """Return the dtype of the tensors that are float32 in every checkpoint."""
+    rules = (rule for rule in families.of(config).rules(config, ()).values() if rule.float32)
+    return {rule.name({"L": i}): np.dtype(np.float32) for rule in rules for i in range(len(rule.layers or ()))}
 
 
 def _shards(sizes: list[int], limit: int) -> list[int]:

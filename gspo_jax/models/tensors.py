@@ -38,6 +38,8 @@ class Rule:
     """0 or 1 if their second dimension concatenates two of our parameters."""
     layers: range | None = None
     """Checkpoint numbers of our layers; None: as ours."""
+    float32: bool = False
+    """Written in float32, whatever the other tensors' dtype."""
 
     @property
     def ours(self) -> list[str]:
@@ -158,6 +160,18 @@ _FUSED = _EXPERTS | {  # transformers 5 in memory, and on disk with save_origina
     "mlp.up": Rule(_LAYER + "mlp.experts.gate_up_proj", "L E D F -> E F D", half=1),
     "mlp.down": Rule(_LAYER + "mlp.experts.down_proj", "L E F D -> E D F"),
 }
+ROUTER_BIAS = {
+    "mlp.router_bias": Rule(_LAYER + "mlp.gate.e_score_correction_bias", "L E -> E", float32=True),
+}
+
+
+def shared(name: str) -> dict[str, Rule]:
+    """Return the rules of shared experts, called `name` there."""
+
+    def moved(rule: Rule) -> Rule:
+        return dataclasses.replace(rule, tensor=rule.tensor.replace("mlp.", f"mlp.{name}."))
+
+    return {path.replace("mlp.", "mlp.shared."): moved(rule) for path, rule in DENSE.items()}
 
 
 def experts(names: Container[str]) -> dict[str, Rule]:
@@ -286,18 +300,18 @@ def write_file(
     file: pathlib.Path,
     shapes: Mapping[str, tuple[int, ...]],
     tensors: Iterator[tuple[str, np.ndarray]],
-    dtype: np.dtype,
+    dtypes: Mapping[str, np.dtype],
 ) -> None:
     """Write a safetensors file from tensors in the order of `shapes`. Unlike the library's, it holds one at a time."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": _DTYPES[dtype.name], "shape": list(shape), "data_offsets": [begin, end]}
+        begin, end = end, end + math.prod(shape) * dtypes[name].itemsize
+        entries[name] = {"dtype": _DTYPES[dtypes[name].name], "shape": list(shape), "data_offsets": [begin, end]}
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     with open(file, "wb") as out:
         out.write(struct.pack("<Q", len(header)) + header)
         for (name, shape), (given, value) in zip(shapes.items(), tensors, strict=True):
             assert (given, value.shape) == (name, shape)
-            out.write(np.ascontiguousarray(value, dtype).view(np.uint8).data)
+            out.write(np.ascontiguousarray(value, dtypes[name]).view(np.uint8).data)

@@ -247,7 +247,7 @@ class Transformer(nnx.Module):
             rows, cache, found = fused.decode(rows, self.layers, self.config, slots, prompts, at, cache)
             return self._output(rows.reshape(x.shape), join_routes([[own] for own in found], positions.shape)), cache
         rows = None if slots.aligned else SlotRows.of(slots.responses, slots.active, P, cache.group_size)
-        rotation = Rotation.of(positions, self.config.rope_frequencies())
+        rotation = Rotation.of(positions, self.config.rope_frequencies(), self.config.rope_amplitude)
         x, first, found = self._embed(tokens), 0, []
         for run in self._runs():
             x, cache, routes = _decode_run(run, x, rotation, slots, rows, cache, first)
@@ -265,7 +265,8 @@ class Transformer(nnx.Module):
     ) -> tuple[Output, Any]:
         """`in_place`: experts are read where all layers lie, without a gradient, and not copied layer by layer."""
         # Behind a barrier, or the TPU compiler moves cosines into the loop.
-        rotation = jax.lax.optimization_barrier(Rotation.of(rows.positions, self.config.rope_frequencies()))
+        rotation = Rotation.of(rows.positions, self.config.rope_frequencies(), self.config.rope_amplitude)
+        rotation = jax.lax.optimization_barrier(rotation)
 
         def scanned(blocks: list[Block], x: Array, asked: list[Routing | None]) -> tuple[Array, Any]:
             graphs, stacked = zip(*map(nnx.split, blocks), strict=True)
