@@ -375,7 +375,7 @@ _with_prompts.defvjp(lambda y, x, taps, spans: (_with_prompts(y, x, taps, spans)
 
 
 def conv_inputs(
-    x: Float[Array, "B N c"], spans: Spans, width: int, ends: Int[Array, " E"] | None = None
+    x: Float[Array, "B N c"], spans: Spans, ends: Int[Array, " E"] | None = None, *, width: int
 ) -> Float[Array, "_ w c"]:
     """Return the last w = width - 1 inputs that the convolution's next token takes, oldest first, zeros if missing.
 

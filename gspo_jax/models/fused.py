@@ -50,7 +50,7 @@ def applies(config: ModelConfig, layers: Any, cache: Cache) -> bool:
 def _known(block: Any) -> bool:
     attention, feed_forward = block.attention, block.mlp
     routed = type(feed_forward) is MoE and feed_forward.choose is softmax_router and feed_forward.shared is None
-    if type(attention) is not Attention or not (routed or type(feed_forward) is MLP):
+    if type(attention) is not Attention or attention.gated or not (routed or type(feed_forward) is MLP):
         return False
     over_chips = {spread.is_spread(getattr(attention, name)) for name in ("q", "k", "v", "o")}
     if len(over_chips) > 1 or (True in over_chips and _sharded("tensor")):
@@ -63,6 +63,8 @@ def _known(block: Any) -> bool:
 
 def _fits(config: ModelConfig, cache: Cache) -> bool:
     """Whole tiles: what the TPU's compiler takes."""
+    if config.zero_centred_norms:
+        return False
     keys, _ = parts(cache.k)
     return (
         keys.shape[3] % (32 // keys.dtype.itemsize) == 0 and config.head_dim % 64 == 0 and config.hidden_size % 128 == 0
