@@ -396,9 +396,9 @@ def conv_inputs(
 
 
 def short_conv_step(
-    inputs: Float[Array, "B w c"], x: Float[Array, "B c"], weight: Float[Array, "c W"]
-) -> tuple[Float[Array, "B c"], Float[Array, "B w c"]]:
-    """Return the convolution of one more token of each row, and the last inputs after it."""
-    window = jnp.concatenate([inputs, x[:, None].astype(inputs.dtype)], axis=1)
-    total = (window.astype(_wide(x)) * weight.T.astype(_wide(x))[None]).sum(axis=1)
-    return jax.nn.silu(total).astype(x.dtype), window[:, 1:]
+    inputs: Float[Array, "B n w c"], x: Float[Array, "B n c"], weight: Float[Array, "n c W"]
+) -> tuple[Float[Array, "B n c"], Float[Array, "B n w c"]]:
+    """Return the convolution of one more token of each row, and the last inputs after it. Channels are n of c each."""
+    window = jnp.concatenate([inputs, x[:, :, None].astype(inputs.dtype)], axis=2)
+    total = (window.astype(_wide(x)) * jnp.swapaxes(weight, 1, 2).astype(_wide(x))[None]).sum(axis=2)
+    return jax.nn.silu(total).astype(x.dtype), window[:, :, 1:]

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ class Llama3Rope:
     original_max_position_embeddings: int
 
     amplitude = 1.0
+    latent_growth = 1.0
 
     def frequencies(self, theta: float, head_dim: int) -> Float[Array, " half"]:
         """Return `plain_frequencies`, stretched."""
@@ -58,9 +59,9 @@ class YarnRope:
     factor: float
     original_max_position_embeddings: int
     beta_fast: float = 32.0
-    """The mixed pairs begin with the one of which `original_max_position_embeddings` positions are this many turns, …"""
+    """The mixed pairs begin with the one that turns this often in `original_max_position_embeddings` positions, …"""
     beta_slow: float = 1.0
-    """… and end with the one of which they are this many."""
+    """… and end with the one that turns this often."""
     truncate: bool = True
     """Both are made whole numbers, outwards."""
     mscale: float | None = None
@@ -104,7 +105,38 @@ class YarnRope:
 
 
 Rope = Llama3Rope | YarnRope
-"""Rotary positions stretched for long contexts: `frequencies`, and the `amplitude` of the rotation."""
+"""Rotary positions stretched for long contexts: `frequencies`, `amplitude` of the rotation, and `latent_growth`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Sizes of multi-head latent attention (`models/latent.py`), beside the width of a head's rotary part: `head_dim`.
+
+    There are as many heads of keys and values as of queries.
+    """
+
+    rank: int
+    """Width r of the latent that keys and values are made of."""
+    query_rank: int | None
+    """Width of the latent that queries are made of. None: they are made of the residual stream."""
+    plain_dim: int
+    """Width of the part of a head's query and key without positions."""
+    value_dim: int
+    """Width of a head's value."""
+    interleaved: bool
+    """True if the rotary pairs are adjacent columns. Else they are half a head apart."""
+    biased: bool = False
+    """True if the projections from and to the residual stream have a bias; not that of queries without a latent."""
+
+
+class Cached(NamedTuple):
+    """What a cache holds of a token."""
+
+    layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    """0: the keys are the values too."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,8 +153,12 @@ class ModelConfig:
     head_dim: int
     intermediate_size: int
     """Unused by an all-MoE model, kept for the Hugging Face config."""
+    latent: Latent | None = None
+    """None: attention with grouped keys and values."""
     num_experts: int = 0
     """Per routed layer; 0 for a dense model."""
+    dense_layers: int = 0
+    """Dense layers before the routed ones."""
     experts_per_token: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = True
@@ -137,6 +173,20 @@ class ModelConfig:
     """Inner width of a routed layer's shared experts, which every token passes, all side by side; 0: none."""
     rope_theta: float = 1e6
     rope_scaling: Rope | None = None
+    partial_rotary_factor: float = 1.0
+    """Share of a head's dimensions, its first, that positions turn."""
+    qk_norm: bool = False
+    """Norm queries and keys, in a family where only some models do (GLM-4.5)."""
+    attention_bias: bool = False
+    """Give queries, keys and values a bias."""
+    attention_multiplier: float | None = None
+    """Factor of q·k in attention; None: 1 / √head_dim."""
+    embedding_multiplier: float = 1.0
+    """Factor of embedded tokens, as are the next two of Granite's."""
+    residual_multiplier: float = 1.0
+    """Factor of a layer's two outputs before they are added to the residual stream."""
+    logits_scaling: float = 1.0
+    """Divisor of logits."""
     rms_norm_eps: float = 1e-6
     zero_centred_norms: bool = False
     """Norms multiply by one plus their weight."""
@@ -163,10 +213,19 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise UserError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs, use an even number")
+        if not 0 < self.partial_rotary_factor <= 1 or self.rotary_dim < 2 or self.rotary_dim % 2:
+            raise UserError(
+                f"partial_rotary_factor {self.partial_rotary_factor:g} turns {self.rotary_dim} of the {self.head_dim} "
+                "dimensions of a head; use one up to 1 that turns an even number"
+            )
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise UserError(
                 f"experts_per_token {self.experts_per_token} is outside 1 to num_experts {self.num_experts}; "
                 "choose one inside"
+            )
+        if not 0 <= self.dense_layers <= self.num_layers:
+            raise UserError(
+                f"dense_layers {self.dense_layers} is outside 0 to num_layers {self.num_layers}; choose one"
             )
         self._check_groups()
 
@@ -257,10 +316,22 @@ class ModelConfig:
         """The smallest signed integer dtype for expert ids and -1."""
         return np.min_scalar_type(-max(self.num_experts, 1))
 
+    @property
+    def cached(self) -> "Cached":
+        """What the decoder's cache holds of a token."""
+        if (latent := self.latent) is not None:
+            return Cached(self.num_layers, 1, latent.rank + self.head_dim, 0)
+        return Cached(self.num_layers, self.num_kv_heads, self.head_dim, self.head_dim)
+
     def rope_frequencies(self) -> Float[Array, " half"]:
         """Return the radians per position by which the pairs of a head turn."""
         kind = plain_frequencies if self.rope_scaling is None else self.rope_scaling.frequencies
-        return kind(self.rope_theta, self.head_dim)
+        return kind(self.rope_theta, self.rotary_dim)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that positions turn."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def rope_amplitude(self) -> float:
@@ -275,6 +346,7 @@ class ModelConfig:
         if not self.is_routed and sizes["expert"] > 1 and not frozen:
             raise UserError(f"mesh axis expert = {sizes['expert']} but the model is dense; use expert = 1")
         routed = [stack for stack in self.stacks if stack.is_routed]
+        ranks = () if self.latent is None else (self.latent.rank, self.latent.query_rank)
         split: dict[str, list[tuple[str, int]]] = {
             "tensor": [
                 ("number of heads", self.num_heads),
@@ -285,7 +357,7 @@ class ModelConfig:
                 ("number of linear attention's key heads", self.linear_key_heads),
                 ("number of linear attention's value heads", self.linear_value_heads),
             ],
-            "fsdp": [("hidden size", self.hidden_size)],
+            "fsdp": [("hidden size", self.hidden_size), *(("width of latents", rank) for rank in ranks if rank)],
             "expert": [("number of experts", stack.experts) for stack in routed],
         }
         for axis, dimensions in split.items():

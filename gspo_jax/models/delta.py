@@ -23,7 +23,7 @@ from gspo_jax.kernels.rotary import Rotation, rms_norm
 from gspo_jax.models.attention import Context
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
 from gspo_jax.models.matrices import project
-from gspo_jax.parallel.mesh import constrain, on_shards
+from gspo_jax.parallel.mesh import on_shards
 
 
 class DeltaState(NamedTuple):
@@ -31,14 +31,16 @@ class DeltaState(NamedTuple):
 
     memory: Float[Array, "*L B Hv dk dv"]
     """S, float32."""
-    inputs: Float[Array, "*L B w c"]
-    """The last inputs of the convolution, in the compute dtype."""
+    inputs: Float[Array, "*L B Hk w c"]
+    """The last inputs of the convolution, in the compute dtype: its channels in Hk parts, so that shards have whole
+    ones."""
 
     @classmethod
     def shapes(cls, config: ModelConfig, dtype: DTypeLike) -> "DeltaState":
-        """Return the shapes of a text's state in one layer, [Hv, dk, dv] and [w, c]."""
+        """Return the shapes of a text's state in one layer."""
         memory = config.linear_value_heads, config.linear_key_dim, config.linear_value_dim
-        inputs = config.linear_conv_width - 1, sum(_widths(config))
+        parts = config.linear_key_heads
+        inputs = parts, config.linear_conv_width - 1, sum(_widths(config)) // parts
         shapes: Any = jax.ShapeDtypeStruct(memory, jnp.float32), jax.ShapeDtypeStruct(inputs, dtype)
         return cls(*shapes)
 
@@ -130,11 +132,16 @@ class DeltaMixer(nnx.Module):
         last = on_shards(partial(conv_inputs, width=width), (inputs.qkv, spans, ends), (wide, row, ()), wide)
         arrays = *self._heads(qkv), inputs.g, inputs.beta, spans, ends
         out, memory = on_shards(delta_rule, arrays, (*(wide,) * 5, row, ()), [wide, ("batch", "heads")])
-        return out, DeltaState(memory, last)
+        return out, DeltaState(memory, jnp.swapaxes(self._apart(last), 1, 2))
+
+    def _apart(self, x: Float[Array, "*b c"]) -> Float[Array, "*b Hk _"]:
+        return x.reshape(*x.shape[:-1], self.config.linear_key_heads, -1)
 
     def step(self, state: DeltaState, inputs: Mixed) -> tuple[Array, DeltaState]:
         """Return the rule's outputs of one more token and the states after it."""
-        qkv, last = short_conv_step(state.inputs, inputs.qkv, self._weight())
+        weight = jnp.moveaxis(self._apart(self._weight().T), 0, -1)
+        qkv, last = short_conv_step(state.inputs, self._apart(inputs.qkv), weight)
+        qkv = qkv.reshape(inputs.qkv.shape)
         out, memory = delta_step(state.memory, *self._heads(qkv), inputs.g, inputs.beta)
         return out, DeltaState(memory, last)
 
@@ -143,8 +150,3 @@ def _decays(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """Return log A for A uniform within 0.01 to 16."""
     return jnp.log(jax.random.uniform(key, shape, dtype, 0.01, 16))
 
-
-def sharded_states(states: DeltaState) -> DeltaState:
-    """Shard the heads of all layers' states."""
-    memory = constrain(states.memory, None, "batch", "heads", None, None)
-    return DeltaState(memory, constrain(states.inputs, None, "batch", None, "heads"))

@@ -40,6 +40,8 @@ class Rule:
     """Checkpoint numbers of our layers; None: as ours."""
     float32: bool = False
     """Written in float32, whatever the other tensors' dtype."""
+    module: str = ""
+    """Name in transformers 5 of the module with this matrix, one per "{L}" and "{E}"; empty: as the tensor's."""
 
     @property
     def ours(self) -> list[str]:
@@ -74,11 +76,20 @@ class Rule:
 
     def entries(self, ours: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield every outer index with their tensor's name."""
-        for at in itertools.product(*(range(n) for n in ours[: len(self.outer)])):
-            yield at, self.name(dict(zip(self.outer, at, strict=True)))
+        return self._named(self.tensor, ours)
+
+    def modules(self, ours: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
+        """Yield every index of a matrix with the name of its module."""
+        return self._named(self.module or self.tensor.removesuffix(".weight"), ours)
+
+    def _named(self, template: str, ours: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
+        outer = [axis for axis in self.ours if f"{{{axis}}}" in template]
+        for at in itertools.product(*(range(n) for n in ours[: len(outer)])):
+            index = dict(zip(outer, at, strict=True))
+            yield at, template.format(**{axis: self.layer(i) if axis == "L" else i for axis, i in index.items()})
 
     def to_theirs(self, ours: np.ndarray) -> np.ndarray:
-        """Return one of their tensors from our parameter at an outer index; undefined for a `half`."""
+        """Return one of their tensors, or its `half`, from our parameter at an outer index."""
         inner = self.ours[len(self.outer) :]
         return ours.transpose([inner.index(axis) for axis in self.theirs])
 
@@ -138,6 +149,10 @@ ATTENTION = {
 }
 """Grouped-query attention, and the norms of a layer."""
 
+ATTENTION_BIAS = {
+    f"attention.{name}_bias": Rule(_LAYER + f"self_attn.{name}_proj.bias", "L H -> H") for name in ("q", "k", "v")
+}
+
 HEAD_NORMS = {
     "attention.q_norm.scale": Rule(_LAYER + "self_attn.q_norm.weight", "L h -> h"),
     "attention.k_norm.scale": Rule(_LAYER + "self_attn.k_norm.weight", "L h -> h"),
@@ -164,6 +179,8 @@ ROUTER_BIAS = {
     "mlp.router_bias": Rule(_LAYER + "mlp.gate.e_score_correction_bias", "L E -> E", float32=True),
 }
 
+SHARED_GATE = {"mlp.shared_gate": Rule(_LAYER + "mlp.shared_expert_gate.weight", "L D G -> G D")}
+
 
 def shared(name: str) -> dict[str, Rule]:
     """Return the rules of shared experts, called `name` there."""
@@ -174,9 +191,9 @@ def shared(name: str) -> dict[str, Rule]:
     return {path.replace("mlp.", "mlp.shared."): moved(rule) for path, rule in DENSE.items()}
 
 
-def experts(names: Container[str]) -> dict[str, Rule]:
-    """Return the rules of a router and SwiGLU experts, fused if `names` has fused tensors."""
-    return _FUSED if _FUSED["mlp.gate"].name({"L": 0}) in names else _EXPERTS
+def experts(names: Container[str], *, first: int = 0) -> dict[str, Rule]:
+    """Return the rules of a router and SwiGLU experts, fused if `names` has fused tensors of layer `first`."""
+    return _FUSED if _FUSED["mlp.gate"].name({"L": first}) in names else _EXPERTS
 
 
 def of_model(config: ModelConfig, *stacks: Mapping[str, Rule]) -> dict[str, Rule]:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.attention import SlotRows
 from gspo_jax.kernels.backend import platform
-from gspo_jax.kernels.kv import KV
+from gspo_jax.kernels.kv import KV, Values
 from gspo_jax.kernels.packed_attention import Spans
 from gspo_jax.kernels.rotary import Rotation, rms_norm
 from gspo_jax.models import fused, int8, lora
@@ -121,10 +121,14 @@ class Block(nnx.Module):
         )
         with jax.named_scope("attention"):
             y, kept = self.attention(rms_norm(x, attention_norm, eps), rotation, context)
-        x = checkpoint_name(constrain(x + y, "batch", None, None), "dot")
+        x = checkpoint_name(constrain(x + self._scaled(y), "batch", None, None), "dot")
         with jax.named_scope("feed_forward"):
             y, routes = self.mlp(rms_norm(x, mlp_norm, eps), valid, asked, layer, keeps)
-        return constrain(x + y, "batch", None, None), routes, kept
+        return constrain(x + self._scaled(y), "batch", None, None), routes, kept
+
+    def _scaled(self, y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        factor = self.config.residual_multiplier
+        return y if factor == 1 else y * factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +142,7 @@ class _Rows:
     """The keys that each token sees; None: the valid ones before it."""
     order: Int[Array, "B T"] | None = None
     """The tokens of rows without spans, those that are not padding first; None: they lie so."""
-    stores: Callable[[Array], KV] | None = None
+    stores: Callable[[Array | None], Values] | None = None
     """Makes what a cache stores of keys or values. None: nothing is kept."""
     ends: Int[Array, " E"] | None = None
     """Tokens of the only row whose states are kept; None: the last of each row."""
@@ -153,7 +157,10 @@ class _Rows:
         valid = jnp.ones(tokens.shape, bool) if valid is None else valid
         return cls(valid, jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0), None, order)
 
-    def attend(self, q: Array, k: Array, v: Array, keep: tuple[Array, Array] | None = None) -> tuple[Array, Any]:
+    def attend(
+        self, q: Array, k: Array, v: Array | None, keep: tuple[Array, Array | None] | None = None
+    ) -> tuple[Array, Any]:
+        assert v is not None, "only the keys in a cache are values too"
         spans = self.spans
         out = attend_causal(q, k, v, self.valid) if spans is None else attend_packed(q, k, v, spans)
         if self.stores is None:
@@ -191,7 +198,9 @@ class _Step:
 
     is_step = True
 
-    def attend(self, q: Array, k: Array, v: Array, keep: tuple[Array, Array] | None = None) -> tuple[Array, Any]:
+    def attend(
+        self, q: Array, k: Array, v: Array | None, keep: tuple[Array, Array | None] | None = None
+    ) -> tuple[Array, Any]:
         del keep
         cache, where = self.cache, {"layer": self.layer, "ages": self.slots.ages, "rows": self.rows}
         own = tuple(write_tokens(pool, self.layer, x, *self.newest) for pool, x in ((cache.k, k), (cache.v, v)))
@@ -218,9 +227,12 @@ class Kept(NamedTuple):
     @classmethod
     def of(cls, runs: list[list[tuple[Stack, Any]]]) -> "Kept":
         """Join what all layers kept, by runs."""
-        kinds = [[[kept for s, kept in run if (s.state is None) == keys] for run in runs] for keys in (True, False)]
-        (k, v), states = (join_layers([interleave(run) for run in own if run]) if any(own) else None for own in kinds)
-        return cls(k, v, states)
+
+        def of(kind: int) -> Any:
+            own = [[kept for stack, kept in run if _kind(stack) == kind] for run in runs]
+            return join_layers([interleave(run) for run in own if run]) if any(own) else None
+
+        return cls(*of(0), of(1))
 
 
 class Transformer(nnx.Module):
@@ -351,16 +363,18 @@ class Transformer(nnx.Module):
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         if spread.is_spread(self.embed):
-            return constrain(spread.lookup(self.embed.astype(self.dtype), tokens), "batch", None, None)
-        # The batch is sharded over fsdp too, and a lookup cannot keep both sharded.
-        embed = constrain(self.embed.astype(self.dtype), "vocab", None)
-        return constrain(embed[tokens], "batch", None, None)
+            x = spread.lookup(self.embed.astype(self.dtype), tokens)
+        else:
+            # The batch is sharded over fsdp too, and a lookup cannot keep both sharded.
+            x = constrain(self.embed.astype(self.dtype), "vocab", None)[tokens]
+        factor = self.config.embedding_multiplier
+        return constrain(x if factor == 1 else x * factor, "batch", None, None)
 
     def _output(self, x: Array, routes: Routes) -> Output:
         head = self.embed[...].T if self.head is None else self.head[...]
         head = constrain(head.astype(self.dtype), None, "vocab")  # gathered once, not for each chunk
         is_local = "expert" in manual_axes() and spread.is_spread(self.embed if self.head is None else self.head)
-        norm = self.config.norm_scale(self.norm[...])
+        norm = self.config.norm_scale(self.norm[...]) / self.config.logits_scaling  # hidden states, where they are float32
         return Output(rms_norm(x, norm, self.config.rms_norm_eps), routes, head, is_local)
 
 
@@ -446,9 +460,11 @@ def _make(
 
 
 def _spread(model: Transformer) -> None:
-    """Shard the vocabulary, and the columns of dense matrices, over `expert` too."""
+    """Shard the vocabulary, and the columns of dense matrices not declared `whole`, over `expert` too."""
     found = [(model.embed, 0)] if model.head is None else [(model.embed, 0), (model.head, 1)]
     for module, own in (place for block in model.layers for place in lora.matrices(block)):
+        if getattr(module, own).get_metadata("whole", None):
+            continue
         columns = [v for v in (getattr(module, own), getattr(module, own + SCALE, None)) if v is not None]
         found += [(v, v.ndim - 1) for v in columns if "expert" not in v.get_metadata("axes")]
     for variable, dimension in found:

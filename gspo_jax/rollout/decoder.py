@@ -42,15 +42,15 @@ _ROWS = 8
 
 
 def prefilled_specs(prefix: PackedPrefix | None, heads: str | None = None) -> Any:
-    """Return the partition specs of a `Prefilled`, with key and value heads on the mesh axis `heads`."""
+    """Return the partition specs of a `Prefilled`, with cached heads on the mesh axis `heads`."""
     batch = mesh_lib.BATCH_AXES
 
-    def kv(*rows: Any) -> Any:
-        specs: Any = *(PartitionSpec(*rows, heads),) * 2, ROWS, PartitionSpec(*rows)
+    def kv(*rows: Any, states: tuple[Any, ...]) -> Any:
+        specs: Any = *(PartitionSpec(*rows, heads),) * 2, ROWS, PartitionSpec(*states, heads)
         return PrefilledKV(*specs)
 
-    prefixes = (None, None) if prefix is None else (ROWS, kv(batch, None))
-    specs: Any = ROWS, prefixes[0], kv(None, batch), prefixes[1], ROWS
+    prefixes = (None, None) if prefix is None else (ROWS, kv(batch, None, states=(batch, None, None)))
+    specs: Any = ROWS, prefixes[0], kv(None, batch, states=(None, batch)), prefixes[1], ROWS
     return Prefilled(*specs)
 
 
