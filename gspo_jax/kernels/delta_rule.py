@@ -345,9 +345,7 @@ def _with_prompts(y: Array, x: Array, taps: Array, spans: Spans) -> Array:
     def one(token: Array, start: Array, there: Array, rows: Array) -> Array:
         tail = jnp.where(there[0][:, None], jax.lax.dynamic_slice_in_dim(flat, start + w, w), 0)
         added = jnp.where(there[1][:, None], _from_prompt(tail, taps), 0)
-        return jax.lax.dynamic_update_slice_in_dim(
-            rows, jax.lax.dynamic_slice_in_dim(rows, token, w) + added, token, 0
-        )
+        return jax.lax.dynamic_update_slice_in_dim(rows, jax.lax.dynamic_slice_in_dim(rows, token, w) + added, token, 0)
 
     return _Heads.of(spans).fold(one, rows, w)[: shape[0] * shape[1]].reshape(shape)
 
@@ -371,7 +369,9 @@ def _with_prompts_backward(kept: tuple[Array, Array, Spans], grads: Array) -> tu
     return grads, dx[w:].reshape(x.shape), dtaps, None
 
 
-_with_prompts.defvjp(lambda y, x, taps, spans: (_with_prompts(y, x, taps, spans), (x, taps, spans)), _with_prompts_backward)
+_with_prompts.defvjp(
+    lambda y, x, taps, spans: (_with_prompts(y, x, taps, spans), (x, taps, spans)), _with_prompts_backward
+)
 
 
 def conv_inputs(

@@ -39,7 +39,6 @@ class Context(Protocol):
         """
         ...
 
-
     def recur(self, rule: "Recurrence", inputs: Any) -> tuple[Any, Any]:
         """Return a rule's outputs of tokens' inputs, arrays [B, T, …], and this layer's part of what the forward returns.
 

@@ -149,4 +149,3 @@ class DeltaMixer(nnx.Module):
 def _decays(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """Return log A for A uniform within 0.01 to 16."""
     return jnp.log(jax.random.uniform(key, shape, dtype, 0.01, 16))
-

@@ -115,10 +115,8 @@ class Block(nnx.Module):
 
         `layer` and `keeps` are as in `MoE`.
         """
-        eps, attention_norm, mlp_norm = (
-            self.config.rms_norm_eps,
-            *(self.config.norm_scale(norm[...]) for norm in (self.attention_norm, self.mlp_norm)),
-        )
+        eps = self.config.rms_norm_eps
+        attention_norm, mlp_norm = (self.config.norm_scale(w[...]) for w in (self.attention_norm, self.mlp_norm))
         with jax.named_scope("attention"):
             y, kept = self.attention(rms_norm(x, attention_norm, eps), rotation, context)
         x = checkpoint_name(constrain(x + self._scaled(y), "batch", None, None), "dot")
@@ -374,7 +372,8 @@ class Transformer(nnx.Module):
         head = self.embed[...].T if self.head is None else self.head[...]
         head = constrain(head.astype(self.dtype), None, "vocab")  # gathered once, not for each chunk
         is_local = "expert" in manual_axes() and spread.is_spread(self.embed if self.head is None else self.head)
-        norm = self.config.norm_scale(self.norm[...]) / self.config.logits_scaling  # hidden states, where they are float32
+        # Hidden states are divided where they are float32.
+        norm = self.config.norm_scale(self.norm[...]) / self.config.logits_scaling
         return Output(rms_norm(x, norm, self.config.rms_norm_eps), routes, head, is_local)
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from gspo_jax.kernels import delta_rule as kernel
 from tests.kernels.test_packed_attention import spans_of
-from tests.tiny import mostly_slow
 
 PACKINGS = {
     "groups, rows, chunks": (
@@ -106,20 +105,53 @@ def error(found, expected) -> float:
     return float(np.linalg.norm(np.asarray(found) - expected) / np.linalg.norm(expected))
 
 
-@pytest.mark.parametrize("name", mostly_slow(PACKINGS, always=["groups, rows, chunks"]))
+def texts_in(rows):
+    """Return every text of the rows: row, tokens, and how many of them are the prompt's."""
+    return [(b, *text) for b, row in enumerate(rows) for text in texts_of(row) if text[0]]
+
+
+def oracle(arrays, texts):
+    """Return both outputs at the texts' own tokens, by the recurrence."""
+    found = [np.zeros((*a.shape[:2], *shape)) for a, shape in ((arrays[0], (HV, DV)), (arrays[5], (5,)))]
+    for b, tokens, prompt in texts:
+        q, k, v, g, beta, x = (a[b, tokens] for a in arrays[:6])
+        for whole, own in zip(found, (recurrence(q, k, v, g, beta)[0], convolution(x, arrays[6])), strict=True):
+            whole[b, tokens[prompt:]] = own[prompt:]
+    return found
+
+
+@jax.enable_x64()
+def test_packed_rows_match_the_recurrence() -> None:
+    """Values of every text, and the slope of their weighted sum along a random direction, in float64."""
+    N, rows = PACKINGS["groups, rows, chunks"]
+    *arrays, do, dy = draw(len(rows), N)
+    texts, rng = texts_in(rows), np.random.default_rng(1)
+    ways = [rng.standard_normal(a.shape) for a in arrays]
+    inputs = [jnp.asarray(a) for a in (*arrays, do, dy)]
+    values, grads = value_and_grads(inputs[:7], spans_of(N, rows), *inputs[7:])
+    for found, expected in zip(values, oracle(arrays, texts), strict=True):
+        assert error(found, expected) < 1e-12
+
+    def loss(step: float) -> float:
+        o, y = oracle([a + step * way for a, way in zip(arrays, ways, strict=True)], texts)
+        return float((o * do).sum() + (y * dy).sum())
+
+    slope = (loss(1e-6) - loss(-1e-6)) / 2e-6
+    assert np.isclose(sum((np.asarray(d) * way).sum() for d, way in zip(grads, ways, strict=True)), slope, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PACKINGS)
 def test_packed_rows_equal_each_text_alone(name: str) -> None:
-    """A prompt's gradient sums over its responses'. Alone, in float64, texts are the recurrence's."""
+    """A prompt's gradient sums over its responses'."""
     N, rows = PACKINGS[name]
-    arrays, texts = draw(len(rows), N), [(b, *own) for b, row in enumerate(rows) for own in texts_of(row) if own[0]]
+    arrays, texts = draw(len(rows), N), texts_in(rows)
     with jax.enable_x64():
-        spans = spans_of(N, rows)
         values, grads = texts_alone(arrays, texts)
-        for b, tokens, prompt in texts:
-            q, k, v, g, beta, x = (a[b, tokens] for a in arrays[:6])
-            for own, expected in zip(values, (recurrence(q, k, v, g, beta)[0], convolution(x, arrays[6])), strict=True):
-                np.testing.assert_allclose(own[b, tokens[prompt:]], expected[prompt:], rtol=0, atol=1e-11)
+        for found, expected in zip(values, oracle(arrays, texts), strict=True):
+            assert error(found, expected) < 1e-12
         inputs = [jnp.asarray(a) for a in arrays]
-        exact = value_and_grads(inputs[:7], spans, *inputs[7:])
+        exact = value_and_grads(inputs[:7], spans_of(N, rows), *inputs[7:])
         for found, expected in zip((*exact[0], *exact[1]), (*values, *grads), strict=True):
             assert error(found, expected) < 1e-12
     inputs = [jnp.asarray(a, jnp.float32) for a in arrays]
@@ -134,33 +166,18 @@ def test_end_states() -> None:
     arrays, texts = draw(1, N), [tokens for tokens, _ in texts_of(row)]
     wide, spans = [jnp.asarray(a, jnp.float32) for a in arrays[:6]], spans_of(N, [row])
     ends = jnp.asarray([tokens[-1] for tokens in texts] + [N + 64], jnp.int32)
-    states, inputs = jax.jit(kernel.delta_rule)(*wide[:5], spans, ends)[1], kernel.conv_inputs(wide[5], spans, W, ends)
+    states, inputs = (
+        jax.jit(kernel.delta_rule)(*wide[:5], spans, ends)[1],
+        kernel.conv_inputs(wide[5], spans, ends, width=W),
+    )
     for tokens, state, tail in zip(texts, states, inputs, strict=False):
-        assert error(state, recurrence(*(a[0, tokens] for a in arrays[:5]))[1]) < 1e-6
+        assert error(state, recurrence(*(a[0, tokens] for a in arrays[:5]))[1]) < 2e-6
         own = np.concatenate([np.zeros((W - 1, 5)), arrays[5][0, tokens]])[1 - W :]
         np.testing.assert_array_equal(tail, own.astype(np.float32))
     assert not np.any(states[-1]) and not np.any(inputs[-1])
     # Without `ends`, that of the row's last token.
-    np.testing.assert_array_equal(kernel.conv_inputs(wide[5], spans, W)[0], inputs[-2])
+    np.testing.assert_array_equal(kernel.conv_inputs(wide[5], spans, width=W)[0], inputs[-2])
     assert error(jax.jit(kernel.delta_rule)(*wide[:5], spans)[1][0], np.asarray(states[-2])) < 1e-6
-
-
-def test_gradient_matches_differences() -> None:
-    """The gradient of one text, along a random direction, is the recurrence's slope."""
-    *arrays, do, dy = draw(1, 90)
-    spans = spans_of(90, [[(90, [])]])
-    rng = np.random.default_rng(1)
-    ways = [rng.standard_normal(a.shape) for a in arrays]
-
-    def loss(step: float) -> float:
-        q, k, v, g, beta, x, weight = (a + step * way for a, way in zip(arrays, ways, strict=True))
-        o, _ = recurrence(q[0], k[0], v[0], g[0], beta[0])
-        return float((o * do[0]).sum() + (convolution(x[0], weight) * dy[0]).sum())
-
-    slope = (loss(1e-6) - loss(-1e-6)) / 2e-6
-    with jax.enable_x64():
-        _, grads = value_and_grads([jnp.asarray(a) for a in arrays], spans, jnp.asarray(do), jnp.asarray(dy))
-    assert np.isclose(sum((np.asarray(d) * way).sum() for d, way in zip(grads, ways, strict=True)), slope, rtol=1e-6)
 
 
 def test_steps_continue_rows() -> None:
@@ -171,12 +188,12 @@ def test_steps_continue_rows() -> None:
     first = spans_of(N, [[(N, [])]] * 2)
     o, y = jax.jit(outputs)(q, k, v, g, beta, x, weight, whole)
     _, state = jax.jit(kernel.delta_rule)(*(a[:, :N] for a in (q, k, v, g, beta)), first)
-    inputs = kernel.conv_inputs(x[:, :N], first, W)
+    inputs = kernel.conv_inputs(x[:, :N], first, width=W)[:, None]
     for t in range(N, N + more):
         out, state = jax.jit(kernel.delta_step)(state, *(a[:, t] for a in (q, k, v, g, beta)))
-        conv, inputs = jax.jit(kernel.short_conv_step)(inputs, x[:, t], weight)
+        conv, inputs = jax.jit(kernel.short_conv_step)(inputs, x[:, None, t], weight[None])
         np.testing.assert_allclose(out, o[:, t], rtol=0, atol=1e-6)
-        np.testing.assert_allclose(conv, y[:, t], rtol=0, atol=1e-6)
+        np.testing.assert_allclose(conv[:, 0], y[:, t], rtol=0, atol=1e-6)
 
 
 def test_equal_keys_are_solved() -> None:

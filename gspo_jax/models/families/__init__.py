@@ -9,7 +9,19 @@ from typing import Any, Protocol, runtime_checkable
 from gspo_jax.models import config as config_lib
 from gspo_jax.models.config import ModelConfig, Stack
 from gspo_jax.models.config_json import ConfigJson
-from gspo_jax.models.families import glm4_moe, granitemoe, llama, mistral, mixtral, olmoe, qwen2, qwen2_moe, qwen3, qwen3_5_moe, qwen3_next
+from gspo_jax.models.families import (
+    glm4_moe,
+    granitemoe,
+    llama,
+    mistral,
+    mixtral,
+    olmoe,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_5_moe,
+    qwen3_next,
+)
 from gspo_jax.models.tensors import Rule
 
 

@@ -68,7 +68,14 @@ class _Inner:
 
 
 def _shape(
-    layers: int, hidden: int, heads: tuple[int, int], value_heads: int, wide: int, *, tied: bool = False, experts: int = 0
+    layers: int,
+    hidden: int,
+    heads: tuple[int, int],
+    value_heads: int,
+    wide: int,
+    *,
+    tied: bool = False,
+    experts: int = 0,
 ) -> ModelConfig:
     """`heads` are of queries and keys; `wide` is the width of the feed-forward, or of one of 8 chosen experts."""
     routed: dict[str, Any] = {
