@@ -17,13 +17,12 @@ that i's first ancestor in the chunk continues:
 S^i is one of three: the state of the last token before the chunk, the end state of the newest prompt, or zero. Only
 chunks in which a response starts read the second.
 
-Products of a token and value head, forward, for C = 64 and dk = dv = 128: 2 C (2 dk + dv) / r + 2 C dv with r value heads
-per key head, and 2 · 3 dk dv with states: 131 kflop at r = 2, beside 2 · (3 · 4096 + 64) · 2048 / 32 = 1.6 Mflop of a
-Qwen3-Next layer's projections. At the least it moves q, k, v and o, 2 (2 dk / r + 2 dv) bytes in bfloat16, and a state of
-4 dk dv bytes per chunk in and out of the matrix units: a kernel that keeps states on the chip is bound by its products.
-XLA runs a chunk's products with states one after another, N / C of them, each [2C, dk] · [dk, dv] for all heads, and
-moves states and Δ through memory: 2.5 kB per token and value head more. The backward pass recomputes groups of
-`_GROUP` chunks and keeps one pair of states for each: 8 dk dv / (C · `_GROUP`) = 256 bytes per token and value head.
+Products of a token and value head, forward (`flops`): 4 C (dk / r + dv) in the chunk, with r value heads per key head,
+and 6 dk dv with states: 147 kflop for C = 64, dk = dv = 128 and r = 2, beside 2.1 Mflop of a Qwen3-Next layer's
+projections. The least that it moves is q, k, v and o: 4 (dk / r + dv) = 768 bytes in bfloat16. XLA takes the chunks of a
+row one after another, and for each reads the state twice and writes it once, 12 dk dv / C = 3 kB per token and value head,
+beside float32 inputs and [C, C] matrices of some 3 kB: states stay on the chip in no loop of its own. The backward pass
+recomputes groups of `_GROUP` chunks and keeps two states for each, 8 dk dv / (C · `_GROUP`) = 256 bytes.
 """
 
 from collections.abc import Callable
@@ -44,6 +43,11 @@ _PRECISION = jax.lax.Precision.HIGH
 """Of products: three bfloat16 passes on TPU, about 2^-16. Errors in a state would stay in it."""
 _EPS = 1e-6
 """Added to squared lengths of q and k."""
+
+
+def flops(key_dim: int, value_dim: int, values_per_key: int) -> float:
+    """Return the flops per token and value head of the products above."""
+    return 4 * _CHUNK * (key_dim / values_per_key + value_dim) + 6 * key_dim * value_dim
 
 
 def _wide(x: Array) -> Any:

@@ -278,11 +278,6 @@ class ModelConfig:
         return tuple(found)
 
     @property
-    def cached_layers(self) -> int:
-        """Layers that keep keys and values in the decoder's cache."""
-        return sum(stack.layers for stack in self.stacks if stack.state is None)
-
-    @property
     def is_recurrent(self) -> bool:
         """True if any layer keeps a state of each text in place of keys and values."""
         return any(stack.state is not None for stack in self.stacks)
@@ -321,7 +316,8 @@ class ModelConfig:
         """What the decoder's cache holds of a token."""
         if (latent := self.latent) is not None:
             return Cached(self.num_layers, 1, latent.rank + self.head_dim, 0)
-        return Cached(self.num_layers, self.num_kv_heads, self.head_dim, self.head_dim)
+        layers = sum(stack.layers for stack in self.stacks if stack.state is None)
+        return Cached(layers, self.num_kv_heads, self.head_dim, self.head_dim)
 
     def rope_frequencies(self) -> Float[Array, " half"]:
         """Return the radians per position by which the pairs of a head turn."""

@@ -211,6 +211,8 @@ class DecodeLoop:
         )
         """Token limit of each response, prefix included."""
         self.model = weights.model(graph)
+        if self.drafts and self.model.config.is_recurrent:
+            raise ValueError("a state cannot take back a wrong draft; decode models with states without drafts")
         ended = is_eos(prefilled.first.tokens, stop.eos_ids) | (self.prefix_lengths + 1 >= self.limits)
         self.ended: Bool[Array, " n"] = ended
         """True for responses that need no slot: prefill's token is an EOS or reaches the limit."""
