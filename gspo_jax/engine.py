@@ -241,8 +241,9 @@ def _default_pool(engine: Engine, model: ModelConfig, memory: int, *, trains: bo
     beside = shard_bytes((held, own))
     prompts = config.sampling.partial.prompts or config.data.prompts_per_batch
     shards = batch_shards(dict(sizes))
-    tokens = -(-prompts // shards) * config.data.max_prompt_length
-    beside += tokens * memory_lib.token_bytes(config, model, sizes)
+    own = -(-prompts // shards)
+    beside += own * config.data.max_prompt_length * memory_lib.token_bytes(config, model, sizes)
+    beside += own * memory_lib.state_bytes(config, model, sizes)
     slots = engine.sampler.decode_options(prompts * config.sampling.group_size)["slots"] // shards
     options = {"memory": memory, "beside": beside}
     return memory_lib.default_pool(config, model, sizes, slots, engine.sampler.columns, **options)

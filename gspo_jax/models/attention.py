@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -36,6 +37,32 @@ class Context(Protocol):
           q, k, v: [B, T, H, h], and [B, T, Kv, h] of the same tokens. A step whose keys are the values too has no v.
           keep: what a cache stores in place of k and v. A step attends to a cache, with k and v as stored.
         """
+        ...
+
+    def recur(self, rule: "Recurrence", inputs: Any) -> tuple[Any, Any]:
+        """Return a rule's outputs of tokens' inputs, arrays [B, T, …], and this layer's part of what the forward returns.
+
+        A step feeds one token.
+        """
+        ...
+
+
+@runtime_checkable
+class Recurrence(Protocol):
+    """A mixer of tokens by a state, which the tokens before a token have made."""
+
+    def rows(self, inputs: Any, spans: Spans, ends: Int[Array, " E"] | None) -> tuple[Any, Any]:
+        """Return the outputs of rows, and states [B, …] after their last tokens.
+
+        Args:
+          inputs: [B, T, …].
+          spans: tell which tokens come before each.
+          ends: tokens of the only row whose states are returned instead, [E, …], ascending; T or more for none.
+        """
+        ...
+
+    def step(self, state: Any, inputs: Any) -> tuple[Any, Any]:
+        """Return the outputs of one more token of each row, [B, …], and the states after it."""
         ...
 
 
@@ -98,28 +125,37 @@ class HeadNorm(nnx.Module):
     def __init__(self, config: ModelConfig, stack: Stack, axis: str, *, rngs: nnx.Rngs):
         del axis
         self.eps = config.rms_norm_eps
-        self.scale = parameter(rngs, (stack.layers, config.head_dim), ("layers", "head_dim"), ones, float32=True)
+        self.config = config
+        shape, axes = (stack.layers, config.head_dim), ("layers", "head_dim")
+        self.scale = parameter(rngs, shape, axes, config.norm_init, float32=True)
 
     def __call__(self, x: Float[Array, "B N T h"]) -> Float[Array, "B N T h"]:
         """Return the normed heads."""
-        return rms_norm(x, self.scale[...], self.eps)
+        return rms_norm(x, self.config.norm_scale(self.scale[...]), self.eps)
 
 
 class Attention(nnx.Module):
     """Grouped-query attention. Parameters have a leading layer axis. `__call__` gets one layer's slice.
 
     `norm(config, stack, axis, rngs=…)` makes the norm of heads [B, N, T, h] of queries (axis "heads") or keys
-    ("kv_heads"). None: they are not normed.
+    ("kv_heads"). None: they are not normed. With `gated`, `q` gives each head's query and a gate beside it, and the
+    head's output is multiplied by σ(gate).
     """
 
     def __init__(
-        self, config: ModelConfig, stack: Stack, *, norm: Callable[..., nnx.Module] | None = None, rngs: nnx.Rngs
+        self,
+        config: ModelConfig,
+        stack: Stack,
+        *,
+        norm: Callable[..., nnx.Module] | None = None,
+        gated: bool = False,
+        rngs: nnx.Rngs,
     ):
         L, D, h = stack.layers, config.hidden_size, config.head_dim
         queries, keys = config.num_heads * h, config.num_kv_heads * h
-        self.config = config
+        self.config, self.gated = config, gated
         # Heads side by side: a TPU would keep split ones in a layout that its matmuls copy.
-        self.q = parameter(rngs, (L, D, queries), ("layers", "embed", "heads"))
+        self.q = parameter(rngs, (L, D, queries * (1 + gated)), ("layers", "embed", "heads"))
         self.k = parameter(rngs, (L, D, keys), ("layers", "embed", "kv_heads"))
         self.v = parameter(rngs, (L, D, keys), ("layers", "embed", "kv_heads"))
         self.o = parameter(rngs, (L, queries, D), ("layers", "heads", "embed"))
@@ -134,19 +170,27 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Return the attention output, and what the context kept."""
         q, k, v = project(self, ("q", "k", "v"), x)
+        q, gate = self._split(q) if self.gated else (q, None)
         q, k = self._turned(q, self.q_norm, rotation, "heads"), self._turned(k, self.k_norm, rotation, "kv_heads")
         v = checkpoint_name(v, "dot").reshape(*v.shape[:2], -1, self.config.head_dim)
         if self.config.attention_multiplier is not None:  # the kernels divide by √h
             q = q * (self.config.attention_multiplier * self.config.head_dim**0.5)
         out, kept = context.attend(q, k, v)
-        (y,) = project(self, ("o",), out.reshape(*x.shape[:2], -1))
+        out = out.reshape(*x.shape[:2], -1)
+        (y,) = project(self, ("o",), out if gate is None else out * jax.nn.sigmoid(gate))
         return y, kept
+
+    def _split(self, q: Float[Array, "B T n"]) -> tuple[Float[Array, "B T _"], Float[Array, "B T _"]]:
+        """Return queries and gates, heads side by side."""
+        heads = q.reshape(*q.shape[:2], -1, 2, self.config.head_dim)
+        query, gate = (heads[:, :, :, i].reshape(*q.shape[:2], -1) for i in range(2))
+        return query, checkpoint_name(gate, "dot")
 
     def _turned(self, x: Float[Array, "B T n"], norm: Any, rotation: Rotation, axis: str) -> Array:
         """Return the heads [B, T, N, h], normed and turned."""
         h = self.config.head_dim
         if in_place(x.shape[1], h, rotation) and isinstance(norm, HeadNorm | None):
-            scale = None if norm is None else norm.scale[...]
+            scale = None if norm is None else self.config.norm_scale(norm.scale[...])
 
             def run(x: Array, rotation: Rotation, scale: Array | None) -> Array:
                 return normed_rope(x, rotation, scale, eps=self.config.rms_norm_eps)

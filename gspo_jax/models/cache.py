@@ -1,6 +1,6 @@
 """The decoder's KV cache: each prompt once, and each slot's own tokens in pages of a pool."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,9 @@ from gspo_jax.parallel.mesh import constrain, head_axis
 
 CacheDtype = Literal["int8"]
 """Storage dtypes other than the compute dtype."""
+
+STATE_AXES = "layers", "batch", "heads", None, None
+"""Logical axes of states [L, B, heads, …]."""
 
 
 def pool_axes(heads: int) -> tuple[str | None, ...]:
@@ -39,7 +42,7 @@ class DecodeSlots:
 
 @struct.dataclass
 class Cache:
-    """Keys and values of all layers: the prompts', and a pool of M pages with C columns each.
+    """Keys and values of all layers that have them: the prompts', and a pool of M pages with C columns each.
 
     Column t of a slot holds token t of its response, so the first `age` columns are live.
     """
@@ -55,6 +58,8 @@ class Cache:
     """Page of each slot's columns [w C, (w + 1) C); undefined past its age."""
     group_size: int = struct.field(pytree_node=False)
     """G: responses per prompt."""
+    states: Any = None
+    """Of each slot, in the layers that keep one in place of keys and values: arrays [L, B, …]."""
 
     def newest(self, ages: Int[Array, "B Q"]) -> tuple[Int[Array, "B Q"], Int[Array, "B Q"]]:
         """Return the page and column of each token fed; page M for none."""
@@ -140,3 +145,23 @@ def write_prefix(
         return put(pool, own, (layer, pages[page], 0, 0, 0))
 
     return jax.lax.fori_loop(0, L * count, write, pool)
+
+
+def empty_states(states: Any, slots: int) -> Any:
+    """Return zero states [L, B, …] of so many slots, stored as the prompts' [L, P, …] are."""
+    return sharded_states(jax.tree.map(lambda x: jnp.zeros((x.shape[0], slots, *x.shape[2:]), x.dtype), states))
+
+
+def sharded_states(states: Any) -> Any:
+    """Shard the slots, and heads if the states have them."""
+    return jax.tree.map(lambda x: constrain(x, *STATE_AXES[: x.ndim]), states)
+
+
+def state_at(states: Any, place: Array) -> Any:
+    """Return the states [L, 1, …] at one place of [L, B, …]."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, place, 1, axis=1), states)
+
+
+def write_state(states: Any, slot: Array, own: Any) -> Any:
+    """Write one slot's states."""
+    return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, slot, axis=1), states, own)

@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from jaxtyping import Array, Float
 
 from gspo_jax.errors import UserError, choices
 from gspo_jax.parallel import mesh as mesh_lib
+
+Kind = TypeVar("Kind", bound=Hashable)
 
 FAMILIES: dict[str, Any] = {}
 """By file name. Filled by `models/families`."""
@@ -186,6 +188,17 @@ class ModelConfig:
     logits_scaling: float = 1.0
     """Divisor of logits."""
     rms_norm_eps: float = 1e-6
+    zero_centred_norms: bool = False
+    """Norms multiply by one plus their weight."""
+    layer_types: tuple[str, ...] = ()
+    """Each layer's mixer, "linear_attention" (the gated delta rule) or "full_attention"; (): all are the family's own."""
+    linear_key_heads: int = 0
+    """Heads of keys, and of queries, of linear attention; the next of values, and the width of both kinds."""
+    linear_value_heads: int = 0
+    linear_key_dim: int = 0
+    linear_value_dim: int = 0
+    linear_conv_width: int = 4
+    """Tokens that the convolution before linear attention sees, the newest among them."""
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 40960
     eos_token_ids: tuple[int, ...] = ()
@@ -265,6 +278,20 @@ class ModelConfig:
         return tuple(found)
 
     @property
+    def is_recurrent(self) -> bool:
+        """True if any layer keeps a state of each text in place of keys and values."""
+        return any(stack.state is not None for stack in self.stacks)
+
+    def norm_scale(self, weight: Array) -> Array:
+        """Return the factor of a norm with this weight."""
+        return 1 + weight if self.zero_centred_norms else weight
+
+    @property
+    def norm_init(self) -> Callable[..., Any]:
+        """The initialiser of norms' weights."""
+        return zeros if self.zero_centred_norms else ones
+
+    @property
     def routed_layers(self) -> int:
         """L, the leading dimension of routes, load and drift; 0 for a dense model."""
         return sum(stack.layers for stack in self.stacks if stack.is_routed)
@@ -289,7 +316,8 @@ class ModelConfig:
         """What the decoder's cache holds of a token."""
         if (latent := self.latent) is not None:
             return Cached(self.num_layers, 1, latent.rank + self.head_dim, 0)
-        return Cached(self.num_layers, self.num_kv_heads, self.head_dim, self.head_dim)
+        layers = sum(stack.layers for stack in self.stacks if stack.state is None)
+        return Cached(layers, self.num_kv_heads, self.head_dim, self.head_dim)
 
     def rope_frequencies(self) -> Float[Array, " half"]:
         """Return the radians per position by which the pairs of a head turn."""
@@ -322,6 +350,8 @@ class ModelConfig:
                 ("vocabulary size", self.vocab_size),
                 *(("feed-forward width", stack.width) for stack in self.stacks),
                 *(("shared experts' width", stack.shared_width) for stack in routed),
+                ("number of linear attention's key heads", self.linear_key_heads),
+                ("number of linear attention's value heads", self.linear_value_heads),
             ],
             "fsdp": [("hidden size", self.hidden_size), *(("width of latents", rank) for rank in ranks if rank)],
             "expert": [("number of experts", stack.experts) for stack in routed],
@@ -351,6 +381,8 @@ class Stack:
     experts_per_token: int = 0
     shared_width: int = 0
     """Inner width of the experts that every token passes beside routed ones; 0: none."""
+    state: Callable[..., Any] | None = None
+    """`state(config, dtype)` returns the shapes of a text's state in one layer; None: layers keep keys and values."""
     turns: int = 1
     """Number of stacks, this one among them, whose layers alternate: one of each, then the next of each, …"""
 
@@ -363,6 +395,26 @@ class Stack:
     def active_width(self) -> int:
         """Inner width per token: K · F and that of shared experts if routed, F if dense."""
         return self.width * self.experts_per_token + self.shared_width if self.is_routed else self.width
+
+
+def periods(kinds: Sequence[Kind]) -> list[tuple[tuple[Kind, ...], int]]:
+    """Return patterns of layers that repeat, and how often, from the first layer to the last.
+
+    Each is the one that covers most of the layers left, the shortest of equals: one for a model whose layers alternate
+    throughout.
+    """
+    kinds, found = list(kinds), []
+    while kinds:
+        best, covered = 1, 0
+        for size in range(1, len(kinds) // 2 + 1):
+            same = next((i for i in range(size, len(kinds)) if kinds[i] != kinds[i - size]), len(kinds))
+            times = same // size
+            if (times > 1 or size == 1) and size * times > covered:
+                best, covered = size, size * times
+        covered = covered or 1
+        found.append((tuple(kinds[:best]), covered // best))
+        del kinds[:covered]
+    return found
 
 
 def normal(stddev: float = 0.02) -> Callable[..., jax.Array]:

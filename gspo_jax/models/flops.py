@@ -4,9 +4,15 @@ A product of [m, k] and [k, n] counts 2·m·k·n. Norms, softmaxes and rotary po
 """
 
 import dataclasses
+import functools
+import math
 from typing import NamedTuple
 
+import jax
+
+from gspo_jax.kernels import delta_rule
 from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.transformer import abstract
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,16 +71,31 @@ class Flops(NamedTuple):
 
 
 def forward(config: ModelConfig, work: Work) -> Flops:
-    """Return the flops of one forward through layers of grouped-query attention and SwiGLU."""
-    D, stacks = config.hidden_size, config.stacks
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    projections = 2 * D * (2 * queries + 2 * keys)
+    """Return the flops of one forward through layers of attention, or the delta rule in chunks, and SwiGLU."""
+    D, stacks, projections = config.hidden_size, config.stacks, _projections(config)
+    pair, token, values = 4 * config.num_heads * config.head_dim, 0.0, config.linear_value_heads
+    if config.is_recurrent:
+        dims = config.linear_key_dim, config.linear_value_dim
+        token = values * delta_rule.flops(*dims, values // config.linear_key_heads)
     return Flops(
-        trunk=sum(s.layers * work.tokens * (projections + 2 * D * (s.experts + 2 * s.active_width)) for s in stacks),
+        trunk=sum(
+            s.layers * work.tokens * (2 * own + 2 * D * (s.experts + 2 * s.active_width))
+            for s, own in zip(stacks, projections, strict=True)
+        ),
         down=sum(s.layers * work.tokens * (2 * D * s.active_width) for s in stacks),
-        attention=sum(s.layers * work.pairs * (4 * queries) for s in stacks),
+        attention=sum(s.layers * (work.pairs * pair if s.state is None else work.tokens * token) for s in stacks),
         head=work.predictions * 2 * D * config.vocab_size,
     )
+
+
+@functools.cache
+def _projections(config: ModelConfig) -> list[int]:
+    """Return the entries of the matrices of one layer's mixer, of each stack."""
+    _, shapes = abstract(config)
+    return [
+        sum(math.prod(leaf.shape[1:]) for leaf in jax.tree.leaves(block["attention"]) if leaf.ndim == 3)
+        for _, block in sorted(dict(shapes["layers"]).items())
+    ]
 
 
 def pair_cost(config: ModelConfig) -> float:

@@ -50,7 +50,7 @@ def applies(config: ModelConfig, layers: Any, cache: Cache) -> bool:
 def _known(block: Any) -> bool:
     attention, feed_forward = block.attention, block.mlp
     routed = type(feed_forward) is MoE and feed_forward.choose is softmax_router and feed_forward.shared is None
-    if type(attention) is not Attention or not (routed or type(feed_forward) is MLP):
+    if type(attention) is not Attention or attention.gated or not (routed or type(feed_forward) is MLP):
         return False
     if getattr(attention, "q" + BIAS, None) is not None:
         return False
@@ -65,6 +65,8 @@ def _known(block: Any) -> bool:
 
 def _fits(config: ModelConfig, cache: Cache) -> bool:
     """Whole tiles: what the TPU's compiler takes. Heads are turned as a whole, and nothing is multiplied."""
+    if config.zero_centred_norms:
+        return False
     keys, _ = parts(cache.k)
     whole = config.head_dim % 64 == 0 and config.hidden_size % 128 == 0 and config.rotary_dim == config.head_dim
     plain = config.attention_multiplier is None and config.residual_multiplier == 1

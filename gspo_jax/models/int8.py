@@ -1,6 +1,6 @@
 """A frozen base in int8: each column of a matrix, an output channel, has one scale, its largest magnitude / 127.
 
-Embedding, head, norms and routers are not int8. Products are scaled, not weights.
+Embedding, head, norms, routers and the delta rule's steps and decays are not int8. Products are scaled, not weights.
 """
 
 from typing import Any

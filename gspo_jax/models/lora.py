@@ -29,12 +29,21 @@ TARGETS = {
     "q_b_proj": ("attention.q_b",),
     "kv_a_proj_with_mqa": ("attention.kv_a",),
     "kv_b_proj": ("attention.kv_b",),
+    "in_proj_qkvz": ("attention.qkvz",),
+    "in_proj_ba": ("attention.ba",),
+    "in_proj_qkv": ("attention.qkv",),
+    "in_proj_z": ("attention.z",),
+    "in_proj_b": ("attention.b",),
+    "in_proj_a": ("attention.a",),
+    "out_proj": ("attention.out",),
     "gate_proj": ("mlp.gate", "mlp.shared.gate"),
     "up_proj": ("mlp.up", "mlp.shared.up"),
     "down_proj": ("mlp.down", "mlp.shared.down"),
     "router": ("mlp.router",),
 }
 """Matrices that may have an adapter: parameter paths in a block."""
+STEERING = ("router", "in_proj_ba", "in_proj_b", "in_proj_a")
+"""Matrices that are never int8, nor spread over `expert`."""
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
 """Matrices of every expert."""
 
@@ -135,8 +144,8 @@ def places(block: Any) -> list[tuple[str, nnx.Module, str]]:
 
 
 def matrices(block: Any) -> list[tuple[nnx.Module, str]]:
-    """Return module and attribute of each of `places` but the router."""
-    return [(module, own) for name, module, own in places(block) if name != "router"]
+    """Return module and attribute of each of `places` but those of a few columns, which steer much: `STEERING`."""
+    return [(module, own) for name, module, own in places(block) if name not in STEERING]
 
 
 def matrix_of(path: str) -> tuple[str, str]:

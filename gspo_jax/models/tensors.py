@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
@@ -206,6 +207,8 @@ ROUTER_BIAS = {
     "mlp.router_bias": Rule(_LAYER + "mlp.gate.e_score_correction_bias", "L E -> E", float32=True),
 }
 
+SHARED_GATE = {"mlp.shared_gate": Rule(_LAYER + "mlp.shared_expert_gate.weight", "L D G -> G D")}
+
 
 def shared(name: str) -> dict[str, Rule]:
     """Return the rules of shared experts, called `name` there."""
@@ -232,6 +235,9 @@ def of_model(config: ModelConfig, *stacks: Mapping[str, Rule]) -> dict[str, Rule
         rules |= {f"layers.{i}.{path}": dataclasses.replace(rule, layers=layers) for path, rule in own.items()}
     return rules
 
+
+_LEFT_OUT = {"mtp.": "prediction of tokens after the next one", "model.visual.": "vision"}
+"""Prefixes of tensors that published folders hold beside a language model, and what they are for."""
 
 _MAPPED = 2**28
 """Bytes read before files are reopened: mapped pages count as memory."""
@@ -323,7 +329,11 @@ class Checkpoint:
                 raise UserError(f"{self.folder / file}: {name} is {has}, {CONFIG} says {list(shape)}; download both")
             if found.get_dtype() not in ("F32", "BF16", "F16", "F64"):
                 raise UserError(f"{self.folder / file}: {name} is {found.get_dtype()}; supported: F32, BF16, F16, F64")
-        if extra := sorted(self.files.keys() - expected.keys() - ({head} if tied else set())):
+        beside = {name for name in self.files if name.startswith(tuple(_LEFT_OUT))}
+        for prefix, purpose in _LEFT_OUT.items():
+            if count := sum(name.startswith(prefix) for name in beside):
+                logging.warning("%s: %d tensors %s* are left out (%s)", self.folder, count, prefix, purpose)
+        if extra := sorted(self.files.keys() - expected.keys() - beside - ({head} if tied else set())):
             found = f"{self.folder} holds {len(extra)} tensors that a model of its {CONFIG} does not have"
             raise UserError(f"{found}, such as {extra[0]}; download both again")
         if tied and head in self.files and not self._are_equal(head, embed := _MODEL["embed"].tensor):

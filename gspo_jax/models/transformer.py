@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,13 @@ from gspo_jax.kernels.rotary import Rotation, rms_norm
 from gspo_jax.models import fused, int8, lora
 from gspo_jax.models.attention import (
     Context,
+    Recurrence,
     attend_cached,
     attend_causal,
     attend_packed,
 )
 from gspo_jax.models.cache import Cache, CacheDtype, DecodeSlots, stored, write_tokens
-from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
+from gspo_jax.models.config import ModelConfig, Stack, parameter
 from gspo_jax.models.dispatch import Dispatch
 from gspo_jax.models.matrices import SCALE
 from gspo_jax.models.moe import (
@@ -95,9 +96,9 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, stack: Stack, dispatch: Dispatch, *, rngs: nnx.Rngs):
         L, D = stack.layers, config.hidden_size
         self.config = config
-        self.attention_norm = parameter(rngs, (L, D), ("layers", "embed"), ones, float32=True)
+        self.attention_norm = parameter(rngs, (L, D), ("layers", "embed"), config.norm_init, float32=True)
         self.attention: Any = stack.attention(config, stack, rngs=rngs)
-        self.mlp_norm = parameter(rngs, (L, D), ("layers", "embed"), ones, float32=True)
+        self.mlp_norm = parameter(rngs, (L, D), ("layers", "embed"), config.norm_init, float32=True)
         self.mlp: Any = stack.feed_forward(config, stack, dispatch, rngs=rngs)
 
     def __call__(
@@ -115,11 +116,12 @@ class Block(nnx.Module):
         `layer` and `keeps` are as in `MoE`.
         """
         eps = self.config.rms_norm_eps
+        attention_norm, mlp_norm = (self.config.norm_scale(w[...]) for w in (self.attention_norm, self.mlp_norm))
         with jax.named_scope("attention"):
-            y, kept = self.attention(rms_norm(x, self.attention_norm[...], eps), rotation, context)
+            y, kept = self.attention(rms_norm(x, attention_norm, eps), rotation, context)
         x = checkpoint_name(constrain(x + self._scaled(y), "batch", None, None), "dot")
         with jax.named_scope("feed_forward"):
-            y, routes = self.mlp(rms_norm(x, self.mlp_norm[...], eps), valid, asked, layer, keeps)
+            y, routes = self.mlp(rms_norm(x, mlp_norm, eps), valid, asked, layer, keeps)
         return constrain(x + self._scaled(y), "batch", None, None), routes, kept
 
     def _scaled(self, y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -136,8 +138,12 @@ class _Rows:
     positions: Int[Array, "B T"]
     spans: Spans | None
     """The keys that each token sees; None: the valid ones before it."""
+    order: Int[Array, "B T"] | None = None
+    """The tokens of rows without spans, those that are not padding first; None: they lie so."""
     stores: Callable[[Array | None], Values] | None = None
     """Makes what a cache stores of keys or values. None: nothing is kept."""
+    ends: Int[Array, " E"] | None = None
+    """Tokens of the only row whose states are kept; None: the last of each row."""
 
     is_step = False
 
@@ -145,8 +151,9 @@ class _Rows:
     def of(cls, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None, spans: Spans | None) -> "_Rows":
         if spans is not None:
             return cls(spans.valid, spans.positions, spans)
+        order = None if valid is None else jnp.argsort(~valid, axis=1, stable=True)
         valid = jnp.ones(tokens.shape, bool) if valid is None else valid
-        return cls(valid, jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0), None)
+        return cls(valid, jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0), None, order)
 
     def attend(
         self, q: Array, k: Array, v: Array | None, keep: tuple[Array, Array | None] | None = None
@@ -158,15 +165,30 @@ class _Rows:
             return out, None
         return out, tuple(map(self.stores, keep or (k, v)))
 
+    def recur(self, rule: Recurrence, inputs: Any) -> tuple[Any, Any]:
+        order, valid = self.order, self.valid
+        if order is not None:
+            inputs, valid = _taken((inputs, valid), order)
+        out, state = rule.rows(inputs, Spans.of_texts(valid) if self.spans is None else self.spans, self.ends)
+        out = out if order is None else _taken(out, jnp.argsort(order, axis=1))
+        return out, None if self.stores is None else state
+
+
+def _taken(tree: Any, tokens: Int[Array, "B T"]) -> Any:
+    """Return these tokens of arrays [B, T, …]."""
+    return jax.tree.map(
+        lambda x: jnp.take_along_axis(x, tokens.reshape(*tokens.shape, *(1,) * (x.ndim - 2)), axis=1), tree
+    )
+
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """The context of a decode step in one layer: prompts and pages of a cache."""
+    """The context of a decode step in one layer: prompts and pages of a cache, or states."""
 
     cache: Cache
-    """`k` and `v` as the layers before left them."""
+    """`k`, `v` and `states` as the layers before left them."""
     layer: Int[Array, ""]
-    """Number among the cache's layers."""
+    """Number among the layers with keys and values, or among those with states."""
     slots: DecodeSlots
     rows: SlotRows | None
     newest: tuple[Int[Array, "B Q"], Int[Array, "B Q"]]
@@ -182,6 +204,33 @@ class _Step:
         own = tuple(write_tokens(pool, self.layer, x, *self.newest) for pool, x in ((cache.k, k), (cache.v, v)))
         prompt = cache.prompt_k, cache.prompt_v, cache.prompt_lengths
         return attend_cached(q, *prompt, *own, table=cache.table, **where), own
+
+    def recur(self, rule: Recurrence, inputs: Any) -> tuple[Any, Any]:
+        states = self.cache.states
+        before = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False), states)
+        out, state = rule.step(before, jax.tree.map(lambda x: x[:, 0], inputs))
+        put = partial(jax.lax.dynamic_update_index_in_dim, index=self.layer, axis=0)
+        return jax.tree.map(lambda x: x[:, None], out), jax.tree.map(put, states, state)
+
+
+class Kept(NamedTuple):
+    """What a prefill leaves for a cache."""
+
+    k: KV
+    """Keys and values of the layers that have them, [L, P, M, Kv, h]."""
+    v: KV
+    states: Any
+    """Those of the others, [L, P or E, …]; None if there are none."""
+
+    @classmethod
+    def of(cls, runs: list[list[tuple[Stack, Any]]]) -> "Kept":
+        """Join what all layers kept, by runs."""
+
+        def of(kind: int) -> Any:
+            own = [[kept for stack, kept in run if _kind(stack) == kind] for run in runs]
+            return join_layers([interleave(run) for run in own if run]) if any(own) else None
+
+        return cls(*of(0), of(1))
 
 
 class Transformer(nnx.Module):
@@ -204,7 +253,7 @@ class Transformer(nnx.Module):
         self.embed = parameter(rngs, (V, D), ("vocab", "embed"))
         # Names order the tree, and so the sums of norms: keep this one between the others.
         self.layers = nnx.List([Block(config, stack, dispatch, rngs=rngs) for stack in config.stacks])
-        self.norm = parameter(rngs, (D,), ("embed",), ones, float32=True)
+        self.norm = parameter(rngs, (D,), ("embed",), config.norm_init, float32=True)
         self.head = None if config.tie_word_embeddings else parameter(rngs, (D, V), ("embed", "vocab"))
 
     def __call__(
@@ -231,19 +280,23 @@ class Transformer(nnx.Module):
         valid: Bool[Array, "P M"] | None = None,
         *,
         spans: Spans | None = None,
+        ends: Int[Array, " E"] | None = None,
         cache_dtype: CacheDtype | None = None,
-    ) -> tuple[Output, tuple[KV, Values]]:
-        """Run the forward, and also return every layer's keys and values [L, P, M, Kv, h] for the cache.
+    ) -> tuple[Output, Kept]:
+        """Run the forward, and also return what every layer keeps for the cache.
 
         Tokens attend to keys and values as computed, whatever the cache stores.
 
         Args:
           valid: True for the first tokens of each row, which are read; None: all.
+          ends: tokens of the only row, ascending, after which states are kept; None: each row's last token.
         """
         if spans is None and valid is not None and platform() == "tpu":
             spans = Spans.of_texts(valid)
-        rows = dataclasses.replace(_Rows.of(tokens, valid, spans), stores=partial(stored, dtype=cache_dtype))
-        return self._forward(tokens, rows, None, "none", in_place=True)
+        rows = _Rows.of(tokens, valid, spans)
+        rows = dataclasses.replace(rows, order=None, ends=ends, stores=partial(stored, dtype=cache_dtype))
+        output, kept = self._forward(tokens, rows, None, "none", in_place=True)
+        return output, Kept.of(kept)
 
     def decode(self, tokens: Int[Array, "B Q"], slots: DecodeSlots, cache: Cache) -> tuple[Output, Cache]:
         """Feed up to Q tokens to every slot. Where none is fed, none reaches an expert and outputs are undefined."""
@@ -257,10 +310,10 @@ class Transformer(nnx.Module):
             return self._output(rows.reshape(x.shape), join_routes([[own] for own in found], positions.shape)), cache
         rows = None if slots.aligned else SlotRows.of(slots.responses, slots.active, P, cache.group_size)
         rotation = Rotation.of(positions, self.config.rope_frequencies(), self.config.rope_amplitude)
-        x, first, found = self._embed(tokens), 0, []
+        x, first, found = self._embed(tokens), (0, 0), []
         for run in self._runs():
             x, cache, routes = _decode_run(run, x, rotation, slots, rows, cache, first)
-            first += len(run) * run[0][1].layers
+            first = tuple(n + sum(s.layers for _, s in run if _kind(s) == kind) for kind, n in enumerate(first))
             found.append(routes)
         return self._output(x, join_routes(found, positions.shape)), cache
 
@@ -302,7 +355,9 @@ class Transformer(nnx.Module):
             x, of_run = scanned([block for block, _ in run], x, asked)
             found.append(of_run)
         routes = join_routes([[routes for routes, _ in run] for run in found], tokens.shape)
-        return self._output(x, routes), join_layers([interleave([kept for _, kept in run]) for run in found])
+        runs = zip(self.config.runs, found, strict=True)
+        kept = [list(zip(run, (kept for _, kept in own), strict=True)) for run, own in runs]
+        return self._output(x, routes), kept
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         if spread.is_spread(self.embed):
@@ -317,8 +372,14 @@ class Transformer(nnx.Module):
         head = self.embed[...].T if self.head is None else self.head[...]
         head = constrain(head.astype(self.dtype), None, "vocab")  # gathered once, not for each chunk
         is_local = "expert" in manual_axes() and spread.is_spread(self.embed if self.head is None else self.head)
-        norm = self.norm[...] / self.config.logits_scaling  # hidden states are divided where they are float32
+        # Hidden states are divided where they are float32.
+        norm = self.config.norm_scale(self.norm[...]) / self.config.logits_scaling
         return Output(rms_norm(x, norm, self.config.rms_norm_eps), routes, head, is_local)
+
+
+def _kind(stack: Stack) -> int:
+    """Return 0 for layers with keys and values in a cache, 1 for those with states."""
+    return int(stack.state is not None)
 
 
 def _all_sliced(stacked: nnx.State) -> tuple[nnx.State, nnx.State]:
@@ -333,28 +394,28 @@ def _decode_run(
     slots: DecodeSlots,
     rows: SlotRows | None,
     cache: Cache,
-    first: int,
+    first: tuple[int, ...],
 ) -> tuple[Float[Array, "B Q D"], Cache, list[Routes | None]]:
-    """Feed x through one run, whose layers in the cache begin at `first`."""
+    """Feed x through one run, whose layers of each `_kind` in the cache begin at `first`."""
     graphs, stacked = zip(*(nnx.split(block) for block, _ in run), strict=True)
     whole, sliced = zip(*map(split_experts, stacked), strict=True)
-    newest = cache.newest(slots.ages)
+    newest, kinds = cache.newest(slots.ages), [_kind(stack) for _, stack in run]
 
-    def layer(carry: tuple[Array, KV, Values], xs: tuple[Any, Array]) -> tuple[Any, list[Routes | None]]:
-        x, k, v = carry
-        params, number = xs
-        found = []
-        for i, graph in enumerate(graphs):
-            at = first + number * len(run) + i
-            context = _Step(dataclasses.replace(cache, k=k, v=v), at, slots, rows, newest)
+    def layer(carry: tuple[Array, list[Any]], xs: tuple[Any, Array]) -> tuple[Any, list[Routes | None]]:
+        (x, kept), (params, number), found = carry, xs, []
+        for i, (graph, kind) in enumerate(zip(graphs, kinds, strict=True)):
+            (k, v), states = kept
+            at = first[kind] + number * kinds.count(kind) + kinds[:i].count(kind)
+            context = _Step(dataclasses.replace(cache, k=k, v=v, states=states), at, slots, rows, newest)
             one = nnx.merge(graph, params[i], whole[i])
-            x, routes, (k, v) = one(x, rotation, slots.ages > 0, context, layer=number)
+            x, routes, own = one(x, rotation, slots.ages > 0, context, layer=number)
+            kept = [own if n == kind else other for n, other in enumerate(kept)]
             found.append(routes)
-        return (x, k, v), found
+        return (x, kept), found
 
     numbers = jnp.arange(run[0][1].layers)
-    (x, k, v), routes = jax.lax.scan(layer, (x, cache.k, cache.v), (sliced, numbers))
-    return x, dataclasses.replace(cache, k=k, v=v), routes
+    (x, ((k, v), states)), routes = jax.lax.scan(layer, (x, [(cache.k, cache.v), cache.states]), (sliced, numbers))
+    return x, dataclasses.replace(cache, k=k, v=v, states=states), routes
 
 
 _LARGE_HEAD = 1 << 30

@@ -251,11 +251,17 @@ def on_shards(run: Callable[..., Any], arrays: Any, axes: Any, out: Any) -> Any:
 
     Args:
       axes: a tuple of logical axes for each of the arrays.
-      out: logical axes of the result.
+      out: logical axes of the result; a list of them for several results.
     """
     if not has_mesh() or not (automatic := set(AXES) - manual_axes()):
         return run(*arrays)
-    *parts, result = (without_axes(spec(names, TRAINER), manual_axes()) for names in (*axes, out))
+
+    def split(names: Any) -> Any:
+        if isinstance(names, list):
+            return tuple(map(split, names))
+        return without_axes(spec(names, TRAINER), manual_axes())
+
+    *parts, result = map(split, (*axes, out))
     # Kernels do not declare their varying mesh axes.
     layout = {"in_specs": tuple(parts), "out_specs": result, "check_vma": False}
     return jax.shard_map(run, axis_names=automatic, **layout)(*arrays)

@@ -105,7 +105,8 @@ def argument_kind(path: str) -> str:
         return FROZEN
     if "params" in path or "trainable" in path:
         return PARAMETERS
-    return "cache" if ".k" in path or ".v" in path or path.startswith("pools") else "batch"
+    cached = any(part in path for part in (".k", ".v", ".states"))
+    return "cache" if cached or path.startswith("pools") else "batch"
 
 
 def kind_of(

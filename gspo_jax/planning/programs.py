@@ -19,7 +19,7 @@ from gspo_jax.parallel.mesh import placed
 from gspo_jax.rollout import decoder, polled
 from gspo_jax.rollout.pages import Pool
 from gspo_jax.rollout.polled import PolledDecode
-from gspo_jax.rollout.prefixes import PackedPrefix
+from gspo_jax.rollout.prefixes import PackedPrefix, few
 from gspo_jax.setup import learning, players
 from gspo_jax.setup.memory import prefix_rows
 from gspo_jax.types import Batch, OldPolicy, Packing, Prompts, Rollout, RouterRecord, Weights
@@ -158,7 +158,10 @@ class _Programs:
         count, width = prefix_rows(self.config, slots // shards, pool)
         each = _rows(self.sampler_mesh, (responses,), jnp.int32)
         tokens = _rows(self.sampler_mesh, (shards * count, width), jnp.int32)
-        return PackedPrefix(each, each, each, tokens, Spans(tokens, tokens, tokens))
+        ends, whole = None, (each, each, each, tokens, Spans(tokens, tokens, tokens), each)
+        if self.model.is_recurrent:
+            ends = _rows(self.sampler_mesh, (shards * count, few(-(-responses // (shards * count)))), jnp.int32)
+        return PackedPrefix(*whole, ends)
 
     def reshard(self) -> Program:
         sampler = self.engine.sampler

@@ -23,7 +23,7 @@ from gspo_jax.planning.rates import Rates
 from gspo_jax.planning.topology import Chip, Torus
 from gspo_jax.rollout.pages import Pool
 from gspo_jax.setup import learning
-from gspo_jax.setup.memory import token_bytes
+from gspo_jax.setup.memory import state_bytes, token_bytes
 from gspo_jax.training.packing import full_row, turns_at_full_length
 
 
@@ -213,6 +213,7 @@ class Setting:
         seen = 0.0
         if name == "sample_decode":
             seen = self.work(name).pairs * token_bytes(self.config, model, {"tensor": 1})
+            seen += 2 * self.work(name).tokens * state_bytes(self.config, model, {"tensor": 1})  # read and written
         return read / chips + seen
 
 

@@ -45,12 +45,12 @@ def prefilled_specs(prefix: PackedPrefix | None, heads: str | None = None) -> An
     """Return the partition specs of a `Prefilled`, with cached heads on the mesh axis `heads`."""
     batch = mesh_lib.BATCH_AXES
 
-    def kv(*rows: Any) -> Any:
-        specs: Any = *(PartitionSpec(*rows, heads),) * 2, ROWS
+    def kv(*rows: Any, states: tuple[Any, ...]) -> Any:
+        specs: Any = *(PartitionSpec(*rows, heads),) * 2, ROWS, PartitionSpec(*states, heads)
         return PrefilledKV(*specs)
 
-    prefixes = (None, None) if prefix is None else (ROWS, kv(batch, None))
-    specs: Any = ROWS, prefixes[0], kv(None, batch), prefixes[1], ROWS
+    prefixes = (None, None) if prefix is None else (ROWS, kv(batch, None, states=(batch, None, None)))
+    specs: Any = ROWS, prefixes[0], kv(None, batch, states=(None, batch)), prefixes[1], ROWS
     return Prefilled(*specs)
 
 
@@ -110,9 +110,10 @@ def prefill(
         (P, S), B = prompts.tokens.shape, keys.shape[0]
         record = partial(moe.record, config=model.config, logprobs=router_logprobs)
         valid = length_mask(prompts.lengths, S)
-        output, (k, v) = model.prefill(prompts.tokens, valid, cache_dtype=cache_dtype)
+        output, kept = model.prefill(prompts.tokens, valid, cache_dtype=cache_dtype)
         last = jnp.take_along_axis(output.hidden, prompts.lengths[:, None, None] - 1, axis=1)
-        prompt_kv = PrefilledKV(heads_first(k), heads_first(v), record(output.routes, valid))
+        routes = record(output.routes, valid)
+        prompt_kv = PrefilledKV(heads_first(kept.k), heads_first(kept.v), routes, kept.states)
         lengths, prefix_kv = jnp.zeros(B, jnp.int32), None
         if prefix is not None:
             lengths = prefix.lengths
@@ -144,17 +145,17 @@ def _prefill_rows(
     """
     ends = prefix.start + prefix.lengths - 1
 
-    def one(last: Array, xs: tuple[Array, Array, Spans]) -> tuple[Array, PrefilledKV]:
-        number, tokens, spans = xs
-        output, kv = model.prefill(tokens, spans=spans, cache_dtype=cache_dtype)
+    def one(last: Array, xs: tuple[Array, Array, Spans, Array | None]) -> tuple[Array, PrefilledKV]:
+        number, tokens, spans, own = xs
+        output, kept = model.prefill(tokens, spans=spans, ends=own, cache_dtype=cache_dtype)
         here = (prefix.row == number) & (prefix.lengths > 0)
         last = jnp.where(here[:, None], output.hidden[0].at[ends].get(mode="clip"), last)
         routes = jax.tree.map(lambda r: r[0], record(output.routes, spans.valid))
-        k, v = (each(lambda x: x[:, 0], heads_first(own)) for own in kv)
-        return last, PrefilledKV(k, v, routes)
+        k, v = (each(lambda x: x[:, 0], heads_first(x)) for x in (kept.k, kept.v))
+        return last, PrefilledKV(k, v, routes, kept.states)
 
     rows = jax.tree.map(lambda x: x[:, None], (prefix.tokens, prefix.spans))
-    return jax.lax.scan(one, last, (jnp.arange(len(prefix.tokens)), *rows))
+    return jax.lax.scan(one, last, (jnp.arange(len(prefix.tokens)), *rows, prefix.ends))
 
 
 @partial(

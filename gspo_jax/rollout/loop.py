@@ -33,7 +33,7 @@ Nothing here uses a scatter: scatters are slow on TPUs, and some have crashed th
 
 import dataclasses
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 from gspo_jax.kernels.kv import KV, Values
 from gspo_jax.kernels.scopes import RARELY
 from gspo_jax.models import moe
-from gspo_jax.models.cache import Cache, DecodeSlots, empty_pool, write_prefix
+from gspo_jax.models.cache import Cache, DecodeSlots, empty_pool, empty_states, state_at, write_prefix, write_state
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
@@ -131,19 +131,22 @@ class LoopState:
     k: KV
     """The pool's keys, [L, M, Kv, C, h]."""
     v: Values
+    states: Any
+    """The slots' states in the layers that have one, arrays [L, B, …]; None in a model without them."""
 
     def first(self, size: int) -> "LoopState":
         """Return the state of the first slots alone."""
         slots, table, drafts = jax.tree.map(lambda x: x[:size], self._by_slot())
-        log = jax.tree.map(lambda x: x[:, :size], self.log)
-        return self._with_slots(slots, table, drafts, log)
+        log, states = jax.tree.map(lambda x: x[:, :size], (self.log, self.states))
+        return dataclasses.replace(self._with_slots(slots, table, drafts, log), states=states)
 
     def with_first(self, state: "LoopState") -> "LoopState":
         """Return the state with these first slots."""
         own, new = self._by_slot(), state._by_slot()
         slots, table, drafts = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, 0, 0), own, new)
-        log = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, 0, 1), self.log, state.log)
-        return state._with_slots(slots, table, drafts, log)
+        own, new = (self.log, self.states), (state.log, state.states)
+        log, states = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, 0, 1), own, new)
+        return dataclasses.replace(state._with_slots(slots, table, drafts, log), states=states)
 
     def _by_slot(self) -> tuple[Slots, Array, tuple[Array, Array] | None]:
         drafts = self.drafts
@@ -208,6 +211,8 @@ class DecodeLoop:
         )
         """Token limit of each response, prefix included."""
         self.model = weights.model(graph)
+        if self.drafts and self.model.config.is_recurrent:
+            raise ValueError("a state cannot take back a wrong draft; decode models with states without drafts")
         ended = is_eos(prefilled.first.tokens, stop.eos_ids) | (self.prefix_lengths + 1 >= self.limits)
         self.ended: Bool[Array, " n"] = ended
         """True for responses that need no slot: prefill's token is an EOS or reaches the limit."""
@@ -257,6 +262,7 @@ class DecodeLoop:
             buffer=buffer,
             k=empty_pool(kv.k, self.pool.pages, self.pool.columns),
             v=empty_pool(kv.v, self.pool.pages, self.pool.columns),
+            states=empty_states(kv.states, B),
         )
         if self.aligned:
             slots = Slots(jnp.where(self.ended, n, at), self.prefix_lengths + 1, self.prefilled.first.tokens)
@@ -326,7 +332,8 @@ class DecodeLoop:
         def compacted(state: LoopState) -> LoopState:
             state = self._collected(state)
             slots = jax.tree.map(lambda x: x[order], state.slots)
-            return dataclasses.replace(state, slots=slots, pages=state.pages.reordered(order), phase=state.phase + 1)
+            states, pages = jax.tree.map(lambda x: x[:, order], state.states), state.pages.reordered(order)
+            return dataclasses.replace(state, slots=slots, pages=pages, states=states, phase=state.phase + 1)
 
         state = jax.lax.cond(over, compacted, lambda s: s, state)
         planned = state.with_first(self._planned(state.first(self.slot_counts[phase + 1]), phase + 1))
@@ -354,7 +361,8 @@ class DecodeLoop:
         given = DecodeSlots(held.responses, jnp.where(fed, following, 0), aligned=held.aligned)
         prompts, kv = self.prefilled.prompts, self.prefilled.prompt_kv
         group_size = self.queue.shape[0] // kv.k.shape[1]
-        cache = Cache(kv.k, kv.v, prompts.lengths, state.k, state.v, state.pages.table, group_size)
+        pools = state.k, state.v, state.pages.table
+        cache = Cache(kv.k, kv.v, prompts.lengths, *pools, group_size, state.states)
         output, cache = self.model.decode(tokens, given, cache)
         logits = constrain(output.logits.reshape(B * Q, -1), "batch", "vocab")
         keys = self.keys if held.aligned else self.keys[held.responses]
@@ -385,6 +393,7 @@ class DecodeLoop:
             row=state.row + Q,
             k=cache.k,
             v=cache.v,
+            states=cache.states,
         )
         trials = None
         if state.drafts is not None:
@@ -538,7 +547,8 @@ class DecodeLoop:
         return jnp.cumsum(jnp.where(given, needed, 0)) <= state.pages.free() - reserved
 
     def _with_prefixes(self, state: LoopState, taken: Bool[Array, " B"]) -> LoopState:
-        """Load the prefixes of responses that took a slot."""
+        """Load the prefixes and states of responses that took a slot."""
+        state = self._with_states(state, taken)
         prefix, prefix_kv = self.prefilled.prefix, self.prefilled.prefix_kv
         if prefix is None or prefix_kv is None:
             return state
@@ -559,3 +569,25 @@ class DecodeLoop:
         with jax.named_scope(RARELY):
             k, v = jax.lax.fori_loop(0, taken.sum(), load, (state.k, state.v))
         return dataclasses.replace(state, pages=pages, k=k, v=v)
+
+    def _with_states(self, state: LoopState, taken: Bool[Array, " B"]) -> LoopState:
+        """Load the states of responses that took a slot: of their prefix's end, or their prompt's."""
+        prefix, prefix_kv, prompts = self.prefilled.prefix, self.prefilled.prefix_kv, self.prefilled.prompt_kv.states
+        if prompts is None:
+            return state
+        responses, order = self._responses(state.slots.positions), jnp.argsort(~taken, stable=True)
+        group_size = self.queue.shape[0] // len(self.prefilled.prompts.lengths)
+
+        def load(i: Array | int, states: Any) -> Any:
+            slot = order[i]
+            response = responses[slot]
+            own = state_at(prompts, response // group_size)
+            if prefix is not None and prefix_kv is not None:
+                rows = jax.tree.map(lambda x: x[prefix.row[response]], prefix_kv.states)
+                has = prefix.lengths[response] > 0
+                own = jax.tree.map(partial(jnp.where, has), state_at(rows, prefix.number[response]), own)
+            return write_state(states, slot, own)
+
+        with jax.named_scope(RARELY):
+            states = jax.lax.fori_loop(0, taken.sum(), load, state.states)
+        return dataclasses.replace(state, states=states)

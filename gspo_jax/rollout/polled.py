@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int, Key
 
-from gspo_jax.models.cache import pool_axes, sharded_pool
+from gspo_jax.models.cache import pool_axes, sharded_pool, sharded_states
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.rows import ROWS, shards
@@ -103,23 +103,24 @@ class PolledDecode:
 
 def _pack(state: LoopState) -> tuple[_Leaves, _Leaves]:
     """Return the state's arrays and its pools, one entry per shard."""
-    pools = sharded_pool(state.k), sharded_pool(state.v)
+    pools = sharded_pool(state.k), sharded_pool(state.v), sharded_states(state.states)
     return jax.tree.map(lambda x: x[None], (jax.tree.leaves(_without_pools(state)), jax.tree.leaves(pools)))
 
 
 def _without_pools(state: LoopState) -> LoopState:
     nothing = jnp.zeros(0)
-    return dataclasses.replace(state, k=nothing, v=nothing)
+    return dataclasses.replace(state, k=nothing, v=nothing, states=nothing)
 
 
 def _unpack(loop: DecodeLoop, leaves: _Leaves, pools: _Leaves | None) -> LoopState:
     """Invert `_pack`. Without `pools` they are the initial ones, not to be used."""
     first = loop.start()  # for its structure; the compiler drops the computation
     state = jax.tree.unflatten(jax.tree.structure(_without_pools(first)), [x[0] for x in leaves])
-    k, v = first.k, first.v
+    own = first.k, first.v, first.states
     if pools is not None:
-        k, v = jax.tree.unflatten(jax.tree.structure((k, v)), [x[0] for x in pools])
-    return dataclasses.replace(state, k=k, v=v)
+        own = jax.tree.unflatten(jax.tree.structure(own), [x[0] for x in pools])
+    k, v, states = own
+    return dataclasses.replace(state, k=k, v=v, states=states)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -1,6 +1,6 @@
 """What prefill leaves for the decode loop."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
@@ -28,6 +28,9 @@ class PrefilledKV(NamedTuple):
     v: Values
     routes: RouterRecord
     """[R, M, L, K]."""
+    states: Any = None
+    """States at the ends of prompts, arrays [L, R, …], or of the E prefixes of each row, [R, L, E, …]; None in a model
+    without them."""
 
 
 class Prefilled(NamedTuple):

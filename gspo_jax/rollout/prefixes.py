@@ -35,6 +35,10 @@ class PackedPrefix(NamedTuple):
     """Offset of each prefix in its row."""
     tokens: Int[Array, "R M"]
     spans: Spans
+    number: Int[Array, " B"]
+    """Of each prefix among those in its row."""
+    ends: Int[Array, "R E"] | None = None
+    """The last token of each row's prefixes, in their order; M for none. None: nobody asks for states there."""
 
 
 class Place(NamedTuple):
@@ -45,10 +49,11 @@ class Place(NamedTuple):
     start: int
 
 
-def pack(prompts: Prompts, prefix: Prefix, *, shards: int, limit: int) -> PackedPrefix:
+def pack(prompts: Prompts, prefix: Prefix, *, shards: int, limit: int, with_ends: bool = False) -> PackedPrefix:
     """Pack prefixes into rows, on the host. Row count and length take few values, as programs depend on them.
 
-    Each shard holds B / shards responses, adjacent if to the same prompt, of at most `limit` tokens.
+    Each shard holds B / shards responses, adjacent if to the same prompt, of at most `limit` tokens. `with_ends` is for
+    a model with states: of how many prefixes a row takes few values too.
     """
     heads, head_lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
     tokens, lengths = np.asarray(prefix.tokens), np.asarray(prefix.lengths)
@@ -66,9 +71,27 @@ def pack(prompts: Prompts, prefix: Prefix, *, shards: int, limit: int) -> Packed
             filled[here, prompt], own_start[here, prompt] = heads[prompt_of[i], :head], at.prompt
             filled[here, response], own_start[here, response] = tokens[i, : lengths[i]], at.start
             begin[here, response], end[here, response] = at.prompt, at.prompt + head
+    number, ends = _ends(lengths, row, start, places, rows, width)
     spans: Any = begin, end, own_start
-    arrays: tuple[Any, ...] = lengths.astype(np.int32), row, start, filled, Spans(*spans)
-    return PackedPrefix(*arrays)
+    arrays: tuple[Any, ...] = lengths.astype(np.int32), row, start, filled, Spans(*spans), number
+    return PackedPrefix(*arrays, ends if with_ends else None)
+
+
+def _ends(
+    lengths: np.ndarray, row: np.ndarray, start: np.ndarray, places: list[dict[int, Place]], rows: int, width: int
+) -> tuple[Any, Any]:
+    """Return the number of each prefix in its row, and the rows' ends."""
+    number, found = np.zeros(len(lengths), np.int32), []
+    for own in places:
+        of_rows: list[list[int]] = [[] for _ in range(rows)]
+        for i in sorted(own, key=lambda i: (row[i], start[i])):
+            number[i] = len(of_rows[row[i]])
+            of_rows[row[i]].append(int(start[i] + lengths[i]) - 1)
+        found += of_rows
+    ends = np.full((len(found), few(max(1, *map(len, found)))), width, np.int32)
+    for i, own in enumerate(found):
+        ends[i, : len(own)] = own
+    return number, ends
 
 
 def place(

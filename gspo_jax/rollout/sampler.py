@@ -211,8 +211,12 @@ class Sampler:
         cut = prompts.tokens[:, : bucket(int(prompts.lengths.max()), width) if self.cuts_prompts else width]
         prompts = Prompts(cut, prompts.lengths, earlier=prompts.earlier)
         shards = mesh_lib.batch_shards(dict(self.mesh.shape))
-        packed = None if prefix is None else pack(prompts, prefix, shards=shards, limit=self.stop.max_length)
-        shapes = (prompts.tokens.shape, width, packed and packed.tokens.shape, limits is None, min_ended, heard is None)
+        packed, config = None, self._shapes.model(self._graph).config
+        if prefix is not None:
+            of = {"shards": shards, "limit": self.stop.max_length, "with_ends": config.is_recurrent}
+            packed = pack(prompts, prefix, **of)
+        rows = packed and (packed.tokens.shape, packed.ends is not None and packed.ends.shape)
+        shapes = (prompts.tokens.shape, width, rows, limits is None, min_ended, heard is None)
         compiled = _compiled_programs()
         placed: Any = hosts.shard_rows(self.mesh, (prompts, keys, packed, limits))
         with jax.set_mesh(self.mesh):

@@ -43,6 +43,7 @@ def check(config: ConfigDict, *, count_devices: Callable[[], int] | None = None)
     weights_and_biases.check(config.log.wandb)
     model = policy.model_config(config)
     check_dense(config, model)
+    check_recurrent(config, model)
     check_positions(config, model)
     _check_adapters_of(config, model)
     sizes = dict(config.mesh)
@@ -75,6 +76,7 @@ def check_elsewhere(config: ConfigDict, *, devices: int) -> list[str]:
         left.append(f"the model in {folder}")
     else:
         check_dense(config, model)
+        check_recurrent(config, model)
         check_positions(config, model)
         if (adapters := policy.make_adapters(config)) is not None:
             lora.check(model, adapters)
@@ -372,6 +374,15 @@ def _check_routing(config: ConfigDict, objective: Objective) -> None:
         raise UserError(
             "routing.replay is 'r2', which replays the routes of the trainer's recomputed old log-probs; "
             "set training.old_logprobs to 'recompute', or use 'r3' for the sampler's routes"
+        )
+
+
+def check_recurrent(config: ConfigDict, model: ModelConfig) -> None:
+    """Raise a UserError if a model with states is to decode several tokens a step."""
+    if model.is_recurrent and config.sampling.draft != "none":
+        raise UserError(
+            f"sampling.draft is {config.sampling.draft!r}, and this model's linear-attention layers keep a state that "
+            "cannot take back a wrong draft; use --config.sampling.draft=none"
         )
 
 

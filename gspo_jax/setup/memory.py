@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
@@ -20,6 +21,8 @@ MOST_PREFIXES = 1.15
 """Tokens of prefixes that a shard of a shared pool continues, at most, as a multiple of the pool's."""
 _RECORDS = 1.5
 """Copies of a response's tokens and routes at a decode's peak."""
+_STATES = 1.5
+"""Copies of a slot's states at a decode's peak."""
 _MARGIN = 1.1
 """Memory of a pool over its keys and values, for log and buffers."""
 
@@ -31,6 +34,16 @@ def token_bytes(config: ConfigDict, model: ModelConfig, sampler: Mapping[str, in
     dtype = cached or jnp.dtype(config.model.dtype)
     one = sum(head_bytes(width, dtype, scaled=bool(cached)) for width in widths if width)
     return layers * (heads // sampler["tensor"] if head_axis(heads) else heads) * one
+
+
+def state_bytes(config: ConfigDict, model: ModelConfig, sampler: Mapping[str, int]) -> int:
+    """Return the bytes of a text's states in all layers that keep one, on each chip that shares their heads."""
+    found = 0
+    for stack in model.stacks:
+        if stack.state is not None:
+            shapes = jax.tree.leaves(stack.state(model, jnp.dtype(config.model.dtype)))
+            found += stack.layers * sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes)
+    return found // sampler["tensor"]
 
 
 def prefix_rows(config: ConfigDict, slots: int, pool: Pool) -> tuple[int, int]:
@@ -45,17 +58,22 @@ def prefix_rows(config: ConfigDict, slots: int, pool: Pool) -> tuple[int, int]:
 
 
 def sampling_bytes(config: ConfigDict, model: ModelConfig, sampler: Mapping[str, int], slots: int, pool: Pool) -> float:
-    """Return the estimated bytes per chip that `slots` add to a decode: pool, prefixes, and records of responses."""
+    """Return the estimated bytes per chip that `slots` add to a decode: pool, states, prefixes, records of responses.
+
+    The slots that are left when half have become idle get copies of their states.
+    """
     prompts = config.sampling.partial.prompts or config.data.prompts_per_batch
     responses = prompts * config.sampling.group_size // batch_shards(dict(sampler))
     tokens = _MARGIN * pool.pages * pool.columns
+    states = _STATES * slots
     if config.sampling.partial.prompts is not None:
         rows, width = prefix_rows(config, slots, pool)
         tokens += rows * width
+        states += slots  # most prefixes are of responses that were in a slot
     logprobs = 4 if players.keeps_router_logprobs(config, model) else 0
     record = math.prod(model.route_shape) * (model.expert_dtype.itemsize + logprobs) + 12
     kept = _RECORDS * responses * config.sampling.max_response_length * record
-    return tokens * token_bytes(config, model, sampler) + kept
+    return tokens * token_bytes(config, model, sampler) + states * state_bytes(config, model, sampler) + kept
 
 
 def default_pool(

@@ -29,6 +29,7 @@ from gspo_jax.training.digest import digest_tree
 from gspo_jax.types import Weights
 
 _LAYER = ("num_layers", "hidden_size")
+_LINEAR = ("linear_key_heads", "linear_value_heads", "linear_key_dim", "linear_value_dim")
 _SHAPED_BY = {
     "embed": ("vocab_size", "hidden_size"),
     "norm": ("hidden_size",),
@@ -47,6 +48,9 @@ _SHAPED_BY = {
     "router_bias": ("num_layers", "num_experts"),
     "shared": (*_LAYER, "shared_intermediate_size"),
     "shared_gate": _LAYER,
+    **dict.fromkeys(("qkvz", "ba", "qkv", "z", "b", "a"), (*_LAYER, *_LINEAR)),
+    **dict.fromkeys(("conv", "a_log", "dt_bias"), ("num_layers", *_LINEAR)),
+    "out": (*_LAYER, *_LINEAR),
     **dict.fromkeys(("gate", "up", "down"), (*_LAYER, "num_experts", "moe_intermediate_size", "intermediate_size")),
 }
 """Fields of ModelConfig that may affect a parameter's shape or presence."""

@@ -1,4 +1,4 @@
-"""Write the golden data: seven tiny random Hugging Face checkpoints and what transformers computes with them.
+"""Write the golden data: nine tiny random Hugging Face checkpoints and what transformers computes with them.
 
     python tests/golden/make_golden.py            # from the repository root; rewrites the folders beside this file
     python tests/golden/make_golden.py olmoe      # this one only
@@ -47,6 +47,13 @@ COMMON = {
     "dtype": "float32",
 }
 MOE = {"num_experts": 8, "moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": []}
+DELTA = {
+    "vocab_size": 128, "hidden_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 12, "num_hidden_layers": 4, "eos_token_id": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+LINEAR, FULL = "linear_attention", "full_attention"
 # folder -> (class, changes to the config, arguments of save_pretrained)
 MODELS = {
     "qwen3_moe": (
@@ -93,6 +100,16 @@ MODELS = {
          "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}},
         {},
     ),
+    "qwen3_next": (  # linear and full attention alternate
+        transformers.Qwen3NextForCausalLM,
+        {**DELTA, "layer_types": [LINEAR, FULL, LINEAR, FULL], "tie_word_embeddings": False},
+        {},
+    ),
+    "qwen3_5_moe": (  # layers in no period; experts fused
+        transformers.Qwen3_5MoeForCausalLM,
+        {**DELTA, "layer_types": [LINEAR, LINEAR, FULL, LINEAR], "linear_num_key_heads": 4},
+        {"save_original_format": False},
+    ),
 }  # fmt: skip
 
 
@@ -118,7 +135,7 @@ def reference(model: transformers.PreTrainedModel, seed: int) -> tuple[dict[str,
     generator = torch.Generator().manual_seed(seed + 1)
     tokens = torch.randint(3, model.config.vocab_size, (ROWS, LENGTH), generator=generator)
     logits = model(tokens, use_cache=False).logits
-    is_moe = model.config.model_type in ("qwen3_moe", "olmoe")
+    is_moe = model.config.model_type in ("qwen3_moe", "olmoe", "qwen3_next", "qwen3_5_moe_text")
     greedy, margins = [], {"logits_std": logits.std().item(), "greedy_gap": INF, "distinct": INF, "router_gap": INF}
     for row, length in zip(tokens, LENGTHS, strict=True):
         path = row[None, :length]

@@ -1,5 +1,6 @@
 """Hugging Face folders: checked against transformers' own numbers (tests/golden), round trips, meshes, and refusals."""
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -25,7 +26,7 @@ from gspo_jax.parallel import mesh as mesh_lib
 from tests.tiny import MIXED, load_model, mixed_family, params, save_model  # noqa: F401
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
-NAMES = ("qwen3_moe", "qwen3_moe_fused", "qwen3", "qwen3_tied", "olmoe", "llama", "llama_tied")
+NAMES = ("qwen3_moe", "qwen3_moe_fused", "qwen3", "qwen3_tied", "olmoe", "llama", "llama_tied", "qwen3_next", "qwen3_5_moe")
 NUMBERS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 = NUMBERS | {"rope_type": "llama3", "rope_theta": 1e4, "original_max_position_embeddings": 32}
 
@@ -153,6 +154,16 @@ def test_config() -> None:
             eos_token_ids=(1,),
         ),
     }  # fmt: skip
+    hybrid = ModelConfig(
+        **common | {"vocab_size": 128, "hidden_size": 32, "num_layers": 4},
+        family="qwen3_next", num_experts=4, experts_per_token=2, moe_intermediate_size=8, shared_intermediate_size=12,
+        rope_theta=1e4, partial_rotary_factor=0.25, zero_centred_norms=True, eos_token_ids=(1,),
+        layer_types=("linear_attention", "full_attention") * 2,
+        linear_key_heads=2, linear_value_heads=4, linear_key_dim=8, linear_value_dim=12,
+    )  # fmt: skip
+    types = ("linear_attention", "linear_attention", "full_attention", "linear_attention")
+    other = {"family": "qwen3_5_moe", "layer_types": types, "linear_key_heads": 4, "intermediate_size": 8}
+    expected |= {"qwen3_next": hybrid, "qwen3_5_moe": dataclasses.replace(hybrid, **other)}
     assert {name: huggingface.read_config(GOLDEN / name) for name in NAMES} == expected
 
 

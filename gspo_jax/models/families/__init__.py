@@ -21,6 +21,8 @@ from gspo_jax.models.families import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5_moe,
+    qwen3_next,
 )
 from gspo_jax.models.tensors import Rule
 
@@ -73,6 +75,8 @@ FAMILIES |= {
     "qwen2": qwen2,
     "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
+    "qwen3_5_moe": qwen3_5_moe,
+    "qwen3_next": qwen3_next,
 }
 
 MODEL_TYPES = {model_type: family for family in FAMILIES.values() for model_type in family.MODEL_TYPES}

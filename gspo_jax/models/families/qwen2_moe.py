@@ -65,13 +65,11 @@ def stacks(config: ModelConfig) -> tuple[Stack, ...]:
     return (dataclasses.replace(stack, feed_forward=routed, shared_width=config.shared_intermediate_size),)
 
 
-_GATE = {"mlp.shared_gate": tensors.Rule("model.layers.{L}.mlp.shared_expert_gate.weight", "L D G -> G D")}
-
-
 def rules(config: ModelConfig, names: Container[str]) -> dict[str, tensors.Rule]:
     """Return the checkpoint tensors of every parameter, by path."""
     attention = tensors.ATTENTION | (tensors.ATTENTION_BIAS if config.attention_bias else {})
-    return tensors.of_model(config, attention | tensors.experts(names) | tensors.shared("shared_expert") | _GATE)
+    shared = tensors.shared("shared_expert") | tensors.SHARED_GATE
+    return tensors.of_model(config, attention | tensors.experts(names) | shared)
 
 
 PUBLISHED = {
