@@ -18,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 
 from gspo_jax import foreign
 from gspo_jax.errors import UserError
-from gspo_jax.models import int8
+from gspo_jax.models import fp8, int8
 from gspo_jax.models.config import ModelConfig
-from gspo_jax.models.config_json import CONFIG, read_json
+from gspo_jax.models.config_json import CONFIG, read_if_any, read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FILE = re.compile(r"[\w .+-]+\.safetensors")
@@ -184,9 +184,11 @@ _MAPPED = 2**28
 _COMPARED = 4096
 """Rows compared at a time."""
 
+_FLOATS = "F32", "BF16", "F16", "F64"
+
 
 class Checkpoint:
-    """The tensors of a folder. Raises a UserError for a missing or damaged file."""
+    """The tensors of a folder, those in fp8 dequantised. Raises a UserError for a missing or damaged file."""
 
     def __init__(self, folder: pathlib.Path, stack: contextlib.ExitStack):
         self.folder = folder
@@ -194,6 +196,9 @@ class Checkpoint:
         """File name of each tensor."""
         self._opened: dict[str, Any] = {}
         self._read = 0
+        config = folder / CONFIG
+        self._blocks = fp8.blocks(config, read_if_any(config).get("quantization_config"))
+        self._places: dict[str, dict[str, fp8.Place]] = {}
         stack.callback(self._close)
         for name in self._file_names():
             if not foreign.is_file(folder / name, inside=folder):
@@ -234,11 +239,13 @@ class Checkpoint:
     def check(self, expected: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
         """Raise a UserError unless the folder holds exactly the expected tensors, with these shapes, as floats.
 
-        A `tied` model's checkpoint may also hold its head, if equal to the embedding.
+        A `tied` model's checkpoint may also hold its head, if equal to the embedding; a matrix in fp8 has its scales.
         """
-        head = _MODEL["head"].tensor
+        head, scales = _MODEL["head"].tensor, set()
         for name, shape in expected.items():
             if name not in self.files:
+                if (packed := self._packed(name)) is not None:
+                    raise UserError(f"{self.folder} holds {packed}, quantised, in place of {name}; {fp8.REMEDY}")
                 remedy = ", or set tie_word_embeddings to true there if it is the embedding" if name == head else ""
                 asked = f"{self.folder} has no tensor {name}, which its {CONFIG} asks for"
                 raise UserError(f"{asked}; download it again{remedy}")
@@ -247,9 +254,12 @@ class Checkpoint:
             if tuple(found.get_shape()) != shape:
                 has = list(found.get_shape())
                 raise UserError(f"{self.folder / file}: {name} is {has}, {CONFIG} says {list(shape)}; download both")
-            if found.get_dtype() not in ("F32", "BF16", "F16", "F64"):
-                raise UserError(f"{self.folder / file}: {name} is {found.get_dtype()}; supported: F32, BF16, F16, F64")
-        if extra := sorted(self.files.keys() - expected.keys() - ({head} if tied else set())):
+            if found.get_dtype() == fp8.DTYPE:
+                scales.add(self._checked_scale(name, shape))
+            elif (kind := found.get_dtype()) not in _FLOATS:
+                supported = f"supported: {', '.join(_FLOATS)}; {fp8.REMEDY}"
+                raise UserError(f"{self.folder / file}: {name} is {kind}; {supported}")
+        if extra := sorted(self.files.keys() - expected.keys() - scales - ({head} if tied else set())):
             found = f"{self.folder} holds {len(extra)} tensors that a model of its {CONFIG} does not have"
             raise UserError(f"{found}, such as {extra[0]}; download both again")
         if tied and head in self.files and not self._are_equal(head, embed := _MODEL["embed"].tensor):
@@ -257,6 +267,26 @@ class Checkpoint:
                 f"{self.folder} holds {head} beside another {embed}, though its {CONFIG} ties them; set "
                 "tie_word_embeddings to false there if the model was trained so, or remove the tensor"
             )
+
+    def _packed(self, name: str) -> str | None:
+        """Return the tensor that other quantisations store in place of this one, if it is there."""
+        stem = name.removesuffix(".weight")
+        names = f"{stem}.qweight", f"{stem}.weight_packed", f"{stem}_blocks"  # GPTQ and AWQ; compressed-tensors; mxfp4
+        return next((packed for packed in names if packed in self.files), None)
+
+    def _checked_scale(self, name: str, shape: tuple[int, ...]) -> str:
+        """Return the name of a matrix's scales. Raise a UserError unless the folder holds them."""
+        file, scale = self.folder / self.files[name], name + fp8.SCALE
+        if self._blocks is None or len(shape) < 2 or scale not in self.files:
+            why = f"without {scale}" if scale not in self.files else f"without blocks in its {CONFIG}"
+            raise UserError(f"{file}: {name} is {fp8.DTYPE} {why}; supported: a scale per block; {fp8.REMEDY}")
+        found, grid = self._slice(scale), self._blocks.grid(shape)
+        if tuple(found.get_shape()) != grid or found.get_dtype() not in _FLOATS:
+            raise UserError(
+                f"{file}: {scale} is {found.get_dtype()} {list(found.get_shape())}, and {name} in blocks of "
+                f"{self._blocks.rows} × {self._blocks.columns} needs {' or '.join(_FLOATS)} {list(grid)}; {fp8.REMEDY}"
+            )
+        return scale
 
     def _are_equal(self, one: str, other: str) -> bool:
         shapes = [self._open(self.files[name]).get_slice(name).get_shape() for name in (one, other)]
@@ -270,13 +300,28 @@ class Checkpoint:
         return True
 
     def read(self, name: str, window: tuple[slice, ...]) -> np.ndarray:
-        """Return a slice of one tensor, in its stored dtype."""
+        """Return a slice of one tensor, in its stored dtype; one in fp8 dequantised, in float32."""
         if self._read > _MAPPED:
             self._close()
-        part = self._open(self.files[name]).get_slice(name)
+        part = self._slice(name)
+        if part.get_dtype() == fp8.DTYPE:
+            return self._dequantized(name, window)
         found = part[window]
         self._read += len(found) * math.prod(part.get_shape()[1:]) * found.itemsize  # pages hold whole rows
         return found
+
+    def _slice(self, name: str) -> Any:
+        return self._open(self.files[name]).get_slice(name)
+
+    def _dequantized(self, name: str, window: tuple[slice, ...]) -> np.ndarray:
+        assert self._blocks is not None  # checked
+        file = self.files[name]
+        if file not in self._places:
+            self._places[file] = fp8.places(self.folder / file)
+        place = self._places[file][name]
+        spans = tuple(range(*s.indices(n)) for s, n in itertools.zip_longest(window, place[1], fillvalue=slice(None)))
+        values = fp8.read(self.folder / file, place, spans)
+        return self._blocks.dequantize(values, self.read(name + fp8.SCALE, self._blocks.touched(spans)), spans)
 
 
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
