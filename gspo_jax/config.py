@@ -136,7 +136,8 @@ def base() -> ConfigDict:
     config.environment = ConfigDict()  # episodes of several turns
     config.environment.name = ""  # replies to turns, e.g. "countdown_feedback". Empty: one turn, no replies
     config.environment.turns = 2  # maximum turns of the policy per episode
-    config.environment.tool_format = ""  # of tool calls: hermes, qwen3_coder or glm. Empty: as the chat template has it
+    # Of tool calls: hermes, qwen3_coder, glm, deepseek, kimi, mistral or granite. Empty: as the chat template has it.
+    config.environment.tool_format = ""
     # Partial rollouts: seconds that a sampling call waits for replies. Episodes without one wait while others go on.
     config.environment.patience_s = 1.0
 

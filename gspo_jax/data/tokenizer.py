@@ -74,6 +74,7 @@ _ALIAS = "\ufdd1%d\ufdd2"
 _NO_CHARACTERS = re.compile("[\ufdd0-\ufdd2]")
 _SAID = "\N{OBJECT REPLACEMENT CHARACTER}"
 _ARGUMENT = "said in a call"
+_TRIAL_TURNS: list[Message] = [{"role": "user", "content": "?"}, tool_calls.TRIAL_CALL]
 _CONTENTS = "content", "reasoning_content"
 _NO_TOOLS = "the chat template writes no tools; use a model whose own does, or give its folder a chat_template.jinja"
 _MARKS = thoughts.MARKS | tool_calls.MARKS
@@ -328,6 +329,8 @@ class Tokenizer:
             raise UserError(_NO_TOOLS)
         if self._template is None:
             return [_joined(messages) for messages in conversations]
+        if any("tool_calls" in turn for turns in conversations for turn in turns) and self._writes_ids:
+            conversations = [tool_calls.with_named_ids(turns) for turns in conversations]
         if self._in_parts:
             conversations = [[chat.in_parts(message) for message in messages] for messages in conversations]
         texts = self._template.render(conversations, tools=tools, **self._given(add_generation_prompt))
@@ -344,7 +347,13 @@ class Tokenizer:
 
     @functools.cached_property
     def _writes_calls(self) -> bool:
-        return self._is_trial_written([{"role": "user", "content": "?"}, tool_calls.TRIAL_CALL], None)
+        return self._writes_ids or self._is_trial_written(_TRIAL_TURNS, None)
+
+    @functools.cached_property
+    def _writes_ids(self) -> bool:
+        """True if the chat template writes the ids of calls in place of their names, as Kimi-K2-Thinking's does."""
+        named = tool_calls.with_named_ids(_TRIAL_TURNS)
+        return not self._is_trial_written(_TRIAL_TURNS, None) and self._is_trial_written(named, None)
 
     def _is_trial_written(self, turns: Sequence[Message], tools: ToolSchemas | None) -> bool:
         if self._template is None:
