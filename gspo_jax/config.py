@@ -88,7 +88,8 @@ def base() -> ConfigDict:
     config.data.instruction = placeholder(str)  # text appended to the last user turn, None: the task's own
     config.data.few_shot = ""  # file of worked examples, as turns before every prompt
     config.data.shots = 0  # use only the first N examples, 0: all
-    config.data.enable_thinking = placeholder(bool)  # for chat templates with this option (Qwen3). None: their default
+    # For chat templates that switch thinking, such as those of Qwen3, GLM and DeepSeek-V3.1. None: their default.
+    config.data.enable_thinking = placeholder(bool)
     # Time for chat templates that ask, "2026-12-24" or "2026-12-24T18:30".
     config.data.clock = CLOCK
 

@@ -355,8 +355,8 @@ _READERS: dict[str, tuple[re.Pattern[str], _Reader]] = {
 }
 FORMATS = tuple(_READERS)
 """JSON of Hermes, Qwen 2.5 and Qwen3; XML of Qwen3-Coder and Qwen 3.5; keys and values of GLM 4.5 to 5; names and JSON
-of DeepSeek-V3 and R1; ids and JSON of Kimi-K2; lists of Mistral, and names and JSON of its later models; lists of Granite
-3."""
+of DeepSeek-V3 and R1; ids and JSON of Kimi-K2; lists of Mistral, names and JSON of its later models; lists of
+Granite 3."""
 TRIAL_NAME = "trial_tool"
 _TRIAL = TRIAL_NAME, {"text": "a b", "number": 7}
 TRIAL_TOOLS: list[dict[str, Any]] = [

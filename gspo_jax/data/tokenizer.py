@@ -67,6 +67,17 @@ FILES = (
     "generation_config.json",
 )
 """Tokenizer files of a Hugging Face folder, not all required."""
+_SAVED = "AutoTokenizer.from_pretrained({folder}).save_pretrained({folder})"
+_CONVERTED = {
+    "tiktoken.model": "integrations.tiktoken.convert_tiktoken_to_fast(AutoTokenizer.from_pretrained({folder}, "
+    "trust_remote_code=True).model, {folder}), for which it needs tiktoken and blobfile",
+    "tokenizer.model": f"{_SAVED}, for which it needs sentencepiece",
+    "merges.txt": _SAVED,
+}
+"""How tokenizer.json comes of other files: Kimi's and Moonlight's, SentencePiece's, and older byte-pair encodings'."""
+_FAST = "give a folder with a fast (tokenizers) tokenizer"
+THINKING = "enable_thinking", "thinking"
+"""Variables by which chat templates switch thinking: of Qwen3, Qwen3.5 and GLM; of DeepSeek-V3.1 and Granite."""
 GUARD = "\ufdd0"
 """Mark by which `encode` takes a special token for plain text, a Unicode noncharacter."""
 _ALIAS = "\ufdd1%d\ufdd2"
@@ -341,6 +352,16 @@ class Tokenizer:
         ]
 
     @functools.cached_property
+    def ignores_thinking(self) -> bool:
+        """True if the chat template writes the same prompt with thinking and without."""
+        if self._template is None:
+            return False
+        turn = chat.in_parts(_TRIAL_TURNS[0]) if self._in_parts else _TRIAL_TURNS[0]
+        given = self._given(add_generation_prompt=True)
+        on, off = (given | dict.fromkeys(THINKING, thinks) for thinks in (True, False))
+        return self._template.render([[turn]], **on) == self._template.render([[turn]], **off)
+
+    @functools.cached_property
     def takes_tools(self) -> bool:
         """True if the chat template writes the tools that it is given."""
         return self._is_trial_written([{"role": "user", "content": "?"}], tool_calls.TRIAL_TOOLS)
@@ -557,7 +578,9 @@ def read_vocabulary(folder: Path) -> dict[int, str]:
 def _read_backend(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     path = folder / "tokenizer.json"
     if not foreign.is_file(path, inside=folder):
-        raise UserError(f"{folder} has no tokenizer.json; give a folder with a fast (tokenizers) tokenizer")
+        written = next((how for name, how in _CONVERTED.items() if foreign.is_file(folder / name, inside=folder)), None)
+        remedy = f"write it with transformers: {written.format(folder=repr(str(folder)))}" if written else _FAST
+        raise UserError(f"{folder} has no tokenizer.json; {remedy}")
     backend, settings = backends.load(path), added_tokens.read_settings(folder)
     added_tokens.add(backend, folder, settings)
     return backend, settings

@@ -85,7 +85,9 @@ GLM = """{% if tools %}<|system|>{{ tools | tojson }}{% endif %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
 DEEPSEEK = """{% for t in tools or [] %}{{ t | tojson }}{% endfor %}
 {%- for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}<|assistant|>
-{%- if not loop.last %}</think>{% endif %}{% elif m.role == 'assistant' %}{{ m.content }}{% if m.tool_calls %}<｜tool▁calls▁begin｜>{% for c in m.tool_calls -%}
+{%- if not loop.last %}</think>{% endif %}
+{%- elif m.role == 'assistant' %}{{ m.content }}{% if m.tool_calls %}<｜tool▁calls▁begin｜>
+{%- for c in m.tool_calls -%}
 <｜tool▁call▁begin｜>{{ c.function.name }}<｜tool▁sep｜>{{ c.function.arguments | tojson }}<｜tool▁call▁end｜>
 {%- endfor %}<｜tool▁calls▁end｜>{% endif %}<|im_end|>
 {%- elif m.role == 'tool' %}<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>{% endif %}{% endfor %}

@@ -169,7 +169,7 @@ REFUSALS: dict[str, tuple[Callable[[pathlib.Path], Any], str]] = {
     ),
     "not said": (
         lambda folder: edit(folder / "config.json", quantization_config=...),
-        "is F8_E4M3 without blocks in its config.json; supported: a scale per block; give a folder with the model's weights",
+        "is F8_E4M3 without blocks in its config.json; supported: a scale per block; give a folder with the model's",
     ),
     "other blocks": (
         config(),
