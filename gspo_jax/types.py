@@ -255,7 +255,8 @@ class Weights:
     """A policy's parameters in two disjoint parts."""
 
     trainable: nnx.State
-    """Parameters with gradients and optimizer state, stored in checkpoints; float32 in the trainer."""
+    """Parameters with gradients and optimizer state, stored in checkpoints; float32 in the trainer. Buffers beside them
+    have gradients of zero."""
     frozen: nnx.State
     """Changed by no update, such as an adapter's base; empty in full training."""
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from gspo_jax.kernels.kv import KV, each, parts, take
+from gspo_jax.kernels.kv import KV, Values, each, parts, take
 from gspo_jax.kernels.scopes import at_most
 
 _MASKED = -1e30
@@ -79,9 +79,9 @@ class _PartialSoftmax(NamedTuple):
         return _PartialSoftmax(self.out * a + other.out * b, highest, self.total * a + other.total * b)
 
 
-def _partial_softmax(q: Float[Array, "*b T h"], k: KV, v: KV, seen: Array) -> _PartialSoftmax:
+def _partial_softmax(q: Float[Array, "*b T h"], k: KV, v: Values, seen: Array) -> _PartialSoftmax:
     """`seen` broadcasts to the scores [*b, T, N]."""
-    (keys, key_scale), (values, value_scale) = parts(k), parts(v)
+    (keys, key_scale), (values, value_scale) = parts(k), parts(k if v is None else v)
     scores = _of_columns(_matmul_float32(q, keys.astype(q.dtype).mT), key_scale)
     scores = jnp.where(seen, scores * q.shape[-1] ** -0.5, _MASKED)
     # As in `_attend`.
@@ -127,10 +127,10 @@ def _prompts_per_block(slots: int, prompts: int, group_size: int) -> int:
 def decode_attention(
     q: Float[Array, "B Q H h"],
     prompt_k: KV,
-    prompt_v: KV,
+    prompt_v: Values,
     prompt_lengths: Int[Array, " P"],
     k: KV,
-    v: KV,
+    v: Values,
     *,
     layer: Int[Array, ""],
     table: Int[Array, "B W"],
@@ -145,7 +145,7 @@ def decode_attention(
 
     Args:
       prompt_k, prompt_v: of all layers, [L, P, Kv, S, h].
-      k, v: of all layers, [L, M, Kv, C, h].
+      k, v: of all layers, [L, M, Kv, C, h]. Without v and prompt_v, the keys are the values too.
       table: pages of each slot, in order; any number past its age.
       ages: own tokens that each query sees.
       rows: None if slot b holds response b, for all P·G responses.
@@ -163,7 +163,7 @@ def decode_attention(
     return jnp.moveaxis(mixed.reshape(B, Kv, Q, H // Kv, h), 2, 1).reshape(B, Q, H, h)
 
 
-def _attend_prompts(q: Float[Array, "n Kv g h"], k: KV, v: KV, lengths: Array) -> _PartialSoftmax:
+def _attend_prompts(q: Float[Array, "n Kv g h"], k: KV, v: Values, lengths: Array) -> _PartialSoftmax:
     """A group's queries form one matrix per key head."""
     P, Kv, S, h = k.shape
     n, _, g, _ = q.shape
@@ -174,7 +174,7 @@ def _attend_prompts(q: Float[Array, "n Kv g h"], k: KV, v: KV, lengths: Array) -
     )
 
 
-def _attend_prompt_blocks(q: Array, k: KV, v: KV, lengths: Array, layer: Array, rows: SlotRows) -> _PartialSoftmax:
+def _attend_prompt_blocks(q: Array, k: KV, v: Values, lengths: Array, layer: Array, rows: SlotRows) -> _PartialSoftmax:
     B, Kv, g, h = q.shape
     _, P, _, S, _ = k.shape
     n, m = rows.slots.shape[0], rows.blocks.shape[0]
@@ -198,7 +198,7 @@ def _attend_prompt_blocks(q: Array, k: KV, v: KV, lengths: Array, layer: Array, 
 
 
 def _attend_own_tokens(
-    found: _PartialSoftmax, q: Array, k: KV, v: KV, layer: Array, table: Array, ages: Array
+    found: _PartialSoftmax, q: Array, k: KV, v: Values, layer: Array, table: Array, ages: Array
 ) -> _PartialSoftmax:
     C, W, (B, Q), queries = k.shape[3], table.shape[1], ages.shape, q.shape[2]
     ages = jnp.broadcast_to(ages[..., None], (B, Q, queries // Q)).reshape(B, queries)

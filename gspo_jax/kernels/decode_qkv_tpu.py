@@ -111,10 +111,10 @@ def _kernel(
 
 
 def rotation(
-    positions: Int[Array, " B"], frequencies: Float[Array, " half"]
+    positions: Int[Array, " B"], frequencies: Float[Array, " half"], amplitude: float = 1.0
 ) -> tuple[Float[Array, "B h"], Float[Array, "B h"]]:
     """Return the cosines and signed sines by which each half of a head is turned; see `rotary.rope`."""
-    cos, sin = (x[:, 0, 0] for x in Rotation.of(positions[:, None], frequencies))
+    cos, sin = (x[:, 0, 0] for x in Rotation.of(positions[:, None], frequencies, amplitude))
     return jnp.concatenate([cos, cos], axis=1), jnp.concatenate([-sin, sin], axis=1)
 
 

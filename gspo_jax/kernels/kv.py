@@ -5,7 +5,7 @@ written out.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,11 @@ class ScaledKV(NamedTuple):
 KV = Array | ScaledKV
 """Functions below take indices and sizes of the values. Scales lack the last axis."""
 
+Values = KV | None
+"""None where a layer's keys are its values too: latent attention. Functions below return it as it is."""
+
+_Stored = TypeVar("_Stored", bound=Values)
+
 
 def head_bytes(width: int, dtype: DTypeLike, *, scaled: bool) -> int:
     """Return the bytes of a token's key or value in one head."""
@@ -40,16 +45,16 @@ def parts(x: KV) -> tuple[Array, Array | None]:
     return x if isinstance(x, ScaledKV) else (x, None)
 
 
-def each(change: Callable[..., Array], *kv: KV) -> KV:
+def each(change: Callable[..., Array], *kv: _Stored) -> _Stored:
     """Apply `change` to values and scales."""
     return jax.tree.map(change, *kv)
 
 
-def take(x: KV, starts: Sequence[Array | int], sizes: Sequence[int]) -> KV:
+def take(x: _Stored, starts: Sequence[Array | int], sizes: Sequence[int]) -> _Stored:
     """Apply `jax.lax.dynamic_slice`."""
     return each(lambda a: jax.lax.dynamic_slice(a, tuple(starts)[: a.ndim], tuple(sizes)[: a.ndim]), x)
 
 
-def put(x: KV, new: KV, starts: Sequence[Array | int]) -> KV:
+def put(x: _Stored, new: _Stored, starts: Sequence[Array | int]) -> _Stored:
     """Apply `jax.lax.dynamic_update_slice`."""
     return each(lambda a, b: jax.lax.dynamic_update_slice(a, b, tuple(starts)[: a.ndim]), x, new)

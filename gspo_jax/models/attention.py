@@ -10,12 +10,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.attention import SlotRows, causal_attention, decode_attention
 from gspo_jax.kernels.decode_qkv_tpu import HeadNorms
-from gspo_jax.kernels.kv import KV
+from gspo_jax.kernels.kv import KV, Values
 from gspo_jax.kernels.packed_attention import Spans, packed_attention
 from gspo_jax.kernels.rotary import Rotation, in_place, normed_rope, rms_norm, rope
-from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
-from gspo_jax.models.matrices import project
-from gspo_jax.parallel.mesh import on_shards
+from gspo_jax.models.config import ModelConfig, Stack, ones, parameter, zeros
+from gspo_jax.models.matrices import BIAS, project
+from gspo_jax.parallel.mesh import head_axis, on_shards
 
 
 @runtime_checkable
@@ -28,12 +28,12 @@ class Context(Protocol):
         ...
 
     def attend(
-        self, q: Array, k: Array, v: Array, keep: tuple[Array, Array] | None = None
+        self, q: Array, k: Array, v: Array | None, keep: tuple[Array, Array | None] | None = None
     ) -> tuple[Float[Array, "B T H h"], Any]:
         """Return the queries' attention, and this layer's part of what the forward returns.
 
         Args:
-          q, k, v: [B, T, H, h], and [B, T, Kv, h] of the same tokens.
+          q, k, v: [B, T, H, h], and [B, T, Kv, h] of the same tokens. A step whose keys are the values too has no v.
           keep: what a cache stores in place of k and v. A step attends to a cache, with k and v as stored.
         """
         ...
@@ -69,10 +69,10 @@ def _wide(x: Float[Array, "B N H h"]) -> Float[Array, "B N Hh"]:
 def attend_cached(
     q: Float[Array, "B Q H h"],
     prompt_k: KV,
-    prompt_v: KV,
+    prompt_v: Values,
     prompt_lengths: Int[Array, " P"],
     k: KV,
-    v: KV,
+    v: Values,
     *,
     layer: Int[Array, ""],
     table: Int[Array, "B W"],
@@ -81,10 +81,10 @@ def attend_cached(
 ) -> Float[Array, "B Q H h"]:
     """Run `decode_attention` on each shard's heads. The batch is split already."""
 
-    def attend(q: Array, keys: KV, values: KV, lengths: Array, k: KV, v: KV, where: dict) -> Array:
+    def attend(q: Array, keys: KV, values: Values, lengths: Array, k: KV, v: Values, where: dict) -> Array:
         return decode_attention(q, keys, values, lengths, k, v, **where)
 
-    queries, keys = (None, None, "heads"), (None, None, "kv_heads")
+    queries, keys = (None, None, "heads"), (None, None, head_axis(prompt_k.shape[2]))
     arrays = (q, prompt_k, prompt_v, prompt_lengths, k, v)
     where = {"layer": layer, "table": table, "ages": ages, "rows": rows}
     return on_shards(attend, (*arrays, where), (queries, keys, keys, (), keys, keys, ()), queries)
@@ -123,6 +123,9 @@ class Attention(nnx.Module):
         self.k = parameter(rngs, (L, D, keys), ("layers", "embed", "kv_heads"))
         self.v = parameter(rngs, (L, D, keys), ("layers", "embed", "kv_heads"))
         self.o = parameter(rngs, (L, queries, D), ("layers", "heads", "embed"))
+        of = {"q": (queries, "heads"), "k": (keys, "kv_heads"), "v": (keys, "kv_heads")}
+        for name, (width, axis) in of.items() if config.attention_bias else ():
+            setattr(self, name + BIAS, parameter(rngs, (L, width), ("layers", axis), zeros))
         self.q_norm: Any = norm and norm(config, stack, "heads", rngs=rngs)
         self.k_norm: Any = norm and norm(config, stack, "kv_heads", rngs=rngs)
 
@@ -133,6 +136,8 @@ class Attention(nnx.Module):
         q, k, v = project(self, ("q", "k", "v"), x)
         q, k = self._turned(q, self.q_norm, rotation, "heads"), self._turned(k, self.k_norm, rotation, "kv_heads")
         v = checkpoint_name(v, "dot").reshape(*v.shape[:2], -1, self.config.head_dim)
+        if self.config.attention_multiplier is not None:  # the kernels divide by √h
+            q = q * (self.config.attention_multiplier * self.config.head_dim**0.5)
         out, kept = context.attend(q, k, v)
         (y,) = project(self, ("o",), out.reshape(*x.shape[:2], -1))
         return y, kept
@@ -140,7 +145,7 @@ class Attention(nnx.Module):
     def _turned(self, x: Float[Array, "B T n"], norm: Any, rotation: Rotation, axis: str) -> Array:
         """Return the heads [B, T, N, h], normed and turned."""
         h = self.config.head_dim
-        if in_place(x.shape[1], h) and isinstance(norm, HeadNorm | None):
+        if in_place(x.shape[1], h, rotation) and isinstance(norm, HeadNorm | None):
             scale = None if norm is None else norm.scale[...]
 
             def run(x: Array, rotation: Rotation, scale: Array | None) -> Array:

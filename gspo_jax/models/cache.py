@@ -7,15 +7,17 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from gspo_jax.kernels.kv import KV, ScaledKV, each, put, take
+from gspo_jax.kernels.kv import KV, ScaledKV, Values, each, put, take
 from gspo_jax.models.int8 import quantize
-from gspo_jax.parallel.mesh import constrain
+from gspo_jax.parallel.mesh import constrain, head_axis
 
 CacheDtype = Literal["int8"]
 """Storage dtypes other than the compute dtype."""
 
-POOL_AXES = "layers", None, "kv_heads", None, None
-"""Logical axes of a pool [L, M, Kv, C, h]."""
+
+def pool_axes(heads: int) -> tuple[str | None, ...]:
+    """Return the logical axes of a pool [L, M, Kv, C, h]."""
+    return "layers", None, head_axis(heads), None, None
 
 
 @struct.dataclass
@@ -44,11 +46,11 @@ class Cache:
 
     prompt_k: KV
     """[L, P, Kv, S, h]."""
-    prompt_v: KV
+    prompt_v: Values
     prompt_lengths: Int[Array, " P"]
     k: KV
     """[L, M, Kv, C, h]."""
-    v: KV
+    v: Values
     table: Int[Array, "B W"]
     """Page of each slot's columns [w C, (w + 1) C); undefined past its age."""
     group_size: int = struct.field(pytree_node=False)
@@ -62,51 +64,65 @@ class Cache:
         return jnp.where(ages > 0, page, M), column
 
 
-def stored(x: Float[Array, "*b h"], dtype: CacheDtype | None) -> KV:
-    """Return keys or values as the cache stores them; None: unchanged.
+def stored(x: Float[Array, "*b h"] | None, dtype: CacheDtype | None) -> Values:
+    """Return keys or values as the cache stores them; a dtype of None: unchanged.
 
     An int8 scale is the token and head's largest magnitude / 127.
     """
-    if dtype is None:
+    if x is None or dtype is None:
         return x
     values, scale = quantize(x, inputs=-1)
     return ScaledKV(jnp.asarray(values), jnp.asarray(scale)[..., 0])
 
 
-def empty_pool(prompts: KV, pages: int, columns: int) -> KV:
+def empty_pool(prompts: Values, pages: int, columns: int) -> Values:
     """Return an empty pool for keys or values of all layers, stored as the prompts' are."""
+    if prompts is None:
+        return None
     L, _, Kv, _, h = prompts.shape
     shape = L, pages, Kv, columns, h
     return sharded_pool(each(lambda x: jnp.zeros(shape[: x.ndim], x.dtype), prompts))
 
 
-def sharded_pool(pool: KV) -> KV:
+def sharded_pool(pool: Values) -> Values:
     """Shard a pool's heads."""
-    return each(lambda x: constrain(x, *POOL_AXES[: x.ndim]), pool)
+    return each(lambda x: constrain(x, *pool_axes(x.shape[2])[: x.ndim]), pool)
 
 
-def heads_first(kept: KV) -> KV:
+def heads_first(kept: Values) -> Values:
     """Transpose a forward's keys or values, [L, R, M, Kv, h] to [L, R, Kv, M, h].
 
     A matmul reads a head's contiguous columns in place.
     """
-    axes = "layers", "batch", "kv_heads", None, None
-    return each(lambda x: constrain(jnp.swapaxes(x, 2, 3), *axes[: x.ndim]), kept)
+
+    def one(x: Array) -> Array:
+        axes = "layers", "batch", head_axis(x.shape[3]), None, None
+        return constrain(jnp.swapaxes(x, 2, 3), *axes[: x.ndim])
+
+    return each(one, kept)
 
 
 def write_tokens(
-    pool: KV, layer: Array, new: Float[Array, "B Q Kv h"], pages: Int[Array, "B Q"], columns: Int[Array, "B Q"]
-) -> KV:
+    pool: Values,
+    layer: Array,
+    new: Float[Array, "B Q Kv h"] | None,
+    pages: Int[Array, "B Q"],
+    columns: Int[Array, "B Q"],
+) -> Values:
     """Write every slot's newest tokens to columns of its pages in one layer. Page M is none."""
     own = stored(new, "int8" if isinstance(pool, ScaledKV) else None)
     return each(lambda old, x: old.at[layer, pages, :, columns].set(x, mode="drop"), pool, own)
 
 
-def write_prefix(pool: KV, pages: Int[Array, " W"], rows: KV, row: Array, start: Array, length: Array) -> KV:
+def write_prefix(
+    pool: Values, pages: Int[Array, " W"], rows: Values, row: Array, start: Array, length: Array
+) -> Values:
     """Write `length` columns of a row, from `start` on, to a response's first pages.
 
     `rows` are [R, L, Kv, N, h]. One slice per layer and page: a gather would make a TPU copy the pool in every step.
     """
+    if pool is None or rows is None:
+        return None
     L, _, Kv, C, h = pool.shape
     N = rows.shape[3]
     count, size = -(-length // C), min(C, N)

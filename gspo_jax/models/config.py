@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +37,104 @@ class Llama3Rope:
     """… and ends here."""
     original_max_position_embeddings: int
 
-    def stretch(self, frequencies: Float[Array, " n"]) -> Float[Array, " n"]:
-        """Return the stretched frequencies."""
-        turns = frequencies * (self.original_max_position_embeddings / (2 * math.pi))
+    amplitude = 1.0
+    latent_growth = 1.0
+
+    def frequencies(self, theta: float, head_dim: int) -> Float[Array, " half"]:
+        """Return `plain_frequencies`, stretched."""
+        plain = plain_frequencies(theta, head_dim)
+        turns = plain * (self.original_max_position_embeddings / (2 * math.pi))
         kept = jnp.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
-        return frequencies * (kept + (1 - kept) / self.factor)
+        return plain * (kept + (1 - kept) / self.factor)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnRope:
+    """Rotary frequencies stretched for long contexts by YaRN (arXiv 2309.00071): f becomes f / `factor` from one pair
+    of a head's columns on, stays above it until another, and is mixed linearly, by the pair's number, between them.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    """The mixed pairs begin with the one that turns this often in `original_max_position_embeddings` positions, …"""
+    beta_slow: float = 1.0
+    """… and end with the one that turns this often."""
+    truncate: bool = True
+    """Both are made whole numbers, outwards."""
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    """Growth of attention with the logarithm of `factor`. Latent attention takes this one for its scores."""
+    attention_factor: float | None = None
+    """Amplitude of the rotation; None: from `factor` and both of the above."""
+
+    @property
+    def amplitude(self) -> float:
+        """By which cosine and sine are multiplied."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+        return self._growth(1.0)
+
+    @property
+    def latent_growth(self) -> float:
+        """By which latent attention multiplies its scores, beside the amplitude."""
+        return self._growth(self.mscale_all_dim or 0.0) ** 2
+
+    def _growth(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    def frequencies(self, theta: float, head_dim: int) -> Float[Array, " half"]:
+        """Return `plain_frequencies`, stretched."""
+
+        def pair(turns: float) -> float:
+            """Return the number, with a fraction, of the pair that makes so many turns."""
+            wanted = self.original_max_position_embeddings / (turns * 2 * math.pi)
+            return head_dim * math.log(wanted) / (2 * math.log(theta))
+
+        plain, first, last = plain_frequencies(theta, head_dim), pair(self.beta_fast), pair(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, head_dim - 1)
+        width = last - first or 0.001
+        stretched = jnp.clip((jnp.arange(head_dim // 2, dtype=jnp.float32) - first) / width, 0, 1)
+        return plain / self.factor * stretched + plain * (1 - stretched)
+
+
+Rope = Llama3Rope | YarnRope
+"""Rotary positions stretched for long contexts: `frequencies`, `amplitude` of the rotation, and `latent_growth`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Sizes of multi-head latent attention (`models/latent.py`), beside the width of a head's rotary part: `head_dim`.
+
+    There are as many heads of keys and values as of queries.
+    """
+
+    rank: int
+    """Width r of the latent that keys and values are made of."""
+    query_rank: int | None
+    """Width of the latent that queries are made of. None: they are made of the residual stream."""
+    plain_dim: int
+    """Width of the part of a head's query and key without positions."""
+    value_dim: int
+    """Width of a head's value."""
+    interleaved: bool
+    """True if the rotary pairs are adjacent columns. Else they are half a head apart."""
+    biased: bool = False
+    """True if the projections from and to the residual stream have a bias; not that of queries without a latent."""
+
+
+class Cached(NamedTuple):
+    """What a cache holds of a token."""
+
+    layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    """0: the keys are the values too."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,14 +151,40 @@ class ModelConfig:
     head_dim: int
     intermediate_size: int
     """Unused by an all-MoE model, kept for the Hugging Face config."""
+    latent: Latent | None = None
+    """None: attention with grouped keys and values."""
     num_experts: int = 0
     """Per routed layer; 0 for a dense model."""
+    dense_layers: int = 0
+    """Dense layers before the routed ones."""
     experts_per_token: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = True
-    """Make the chosen experts' probabilities sum to one."""
+    """Make the chosen experts' weights sum to one."""
+    expert_groups: int = 1
+    """Groups of adjacent experts. A sigmoid router first chooses among these, as in DeepSeek-V3."""
+    groups_per_token: int = 1
+    """Groups that a token's experts are chosen from."""
+    routed_scaling_factor: float = 1.0
+    """A sigmoid router's factor of the chosen experts' weights."""
+    shared_intermediate_size: int = 0
+    """Inner width of a routed layer's shared experts, which every token passes, all side by side; 0: none."""
     rope_theta: float = 1e6
-    rope_scaling: Llama3Rope | None = None
+    rope_scaling: Rope | None = None
+    partial_rotary_factor: float = 1.0
+    """Share of a head's dimensions, its first, that positions turn."""
+    qk_norm: bool = False
+    """Norm queries and keys, in a family where only some models do (GLM-4.5)."""
+    attention_bias: bool = False
+    """Give queries, keys and values a bias."""
+    attention_multiplier: float | None = None
+    """Factor of q·k in attention; None: 1 / √head_dim."""
+    embedding_multiplier: float = 1.0
+    """Factor of embedded tokens, as are the next two of Granite's."""
+    residual_multiplier: float = 1.0
+    """Factor of a layer's two outputs before they are added to the residual stream."""
+    logits_scaling: float = 1.0
+    """Divisor of logits."""
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 40960
@@ -81,10 +200,38 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise UserError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs, use an even number")
+        if not 0 < self.partial_rotary_factor <= 1 or self.rotary_dim < 2 or self.rotary_dim % 2:
+            raise UserError(
+                f"partial_rotary_factor {self.partial_rotary_factor:g} turns {self.rotary_dim} of the {self.head_dim} "
+                "dimensions of a head; use one up to 1 that turns an even number"
+            )
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise UserError(
                 f"experts_per_token {self.experts_per_token} is outside 1 to num_experts {self.num_experts}; "
                 "choose one inside"
+            )
+        if not 0 <= self.dense_layers <= self.num_layers:
+            raise UserError(
+                f"dense_layers {self.dense_layers} is outside 0 to num_layers {self.num_layers}; choose one"
+            )
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        groups, chosen = self.expert_groups, self.groups_per_token
+        if not 1 <= chosen <= groups:
+            raise UserError(f"groups_per_token {chosen} is outside 1 to expert_groups {groups}; choose one inside")
+        if groups == 1:
+            return
+        if self.num_experts % groups or self.num_experts < 2 * groups:
+            most = [n for n in mesh_lib.divisors(self.num_experts) if 2 * n <= self.num_experts]
+            raise UserError(
+                f"expert_groups {groups} does not divide the {self.num_experts} experts into groups of two or more; "
+                f"use one of {', '.join(map(str, most))}"
+            )
+        if chosen * self.num_experts // groups < self.experts_per_token:
+            raise UserError(
+                f"groups_per_token {chosen} has {chosen * self.num_experts // groups} experts to choose "
+                f"{self.experts_per_token} from; use {-(-self.experts_per_token * groups // self.num_experts)} or more"
             )
 
     @property
@@ -137,10 +284,27 @@ class ModelConfig:
         """The smallest signed integer dtype for expert ids and -1."""
         return np.min_scalar_type(-max(self.num_experts, 1))
 
+    @property
+    def cached(self) -> "Cached":
+        """What the decoder's cache holds of a token."""
+        if (latent := self.latent) is not None:
+            return Cached(self.num_layers, 1, latent.rank + self.head_dim, 0)
+        return Cached(self.num_layers, self.num_kv_heads, self.head_dim, self.head_dim)
+
     def rope_frequencies(self) -> Float[Array, " half"]:
         """Return the radians per position by which the pairs of a head turn."""
-        plain = plain_frequencies(self.rope_theta, self.head_dim)
-        return plain if self.rope_scaling is None else self.rope_scaling.stretch(plain)
+        kind = plain_frequencies if self.rope_scaling is None else self.rope_scaling.frequencies
+        return kind(self.rope_theta, self.rotary_dim)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that positions turn."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def rope_amplitude(self) -> float:
+        """By which rotations multiply what they turn."""
+        return 1.0 if self.rope_scaling is None else self.rope_scaling.amplitude
 
     def check_mesh(self, sizes: dict[str, int], *, frozen: bool = False) -> None:
         """Raise a UserError if a mesh axis does not divide its dimension.
@@ -150,14 +314,16 @@ class ModelConfig:
         if not self.is_routed and sizes["expert"] > 1 and not frozen:
             raise UserError(f"mesh axis expert = {sizes['expert']} but the model is dense; use expert = 1")
         routed = [stack for stack in self.stacks if stack.is_routed]
+        ranks = () if self.latent is None else (self.latent.rank, self.latent.query_rank)
         split: dict[str, list[tuple[str, int]]] = {
             "tensor": [
                 ("number of heads", self.num_heads),
                 ("number of key/value heads", self.num_kv_heads),
                 ("vocabulary size", self.vocab_size),
                 *(("feed-forward width", stack.width) for stack in self.stacks),
+                *(("shared experts' width", stack.shared_width) for stack in routed),
             ],
-            "fsdp": [("hidden size", self.hidden_size)],
+            "fsdp": [("hidden size", self.hidden_size), *(("width of latents", rank) for rank in ranks if rank)],
             "expert": [("number of experts", stack.experts) for stack in routed],
         }
         for axis, dimensions in split.items():
@@ -183,6 +349,8 @@ class Stack:
     experts: int = 0
     """Per layer; 0 for dense layers."""
     experts_per_token: int = 0
+    shared_width: int = 0
+    """Inner width of the experts that every token passes beside routed ones; 0: none."""
     turns: int = 1
     """Number of stacks, this one among them, whose layers alternate: one of each, then the next of each, …"""
 
@@ -193,8 +361,8 @@ class Stack:
 
     @property
     def active_width(self) -> int:
-        """Inner width per token: K · F if routed, F if dense."""
-        return self.width * self.experts_per_token if self.is_routed else self.width
+        """Inner width per token: K · F and that of shared experts if routed, F if dense."""
+        return self.width * self.experts_per_token + self.shared_width if self.is_routed else self.width
 
 
 def normal(stddev: float = 0.02) -> Callable[..., jax.Array]:
@@ -203,6 +371,7 @@ def normal(stddev: float = 0.02) -> Callable[..., jax.Array]:
 
 
 ones = jax.nn.initializers.ones
+zeros = jax.nn.initializers.zeros
 
 
 def parameter(

@@ -270,8 +270,8 @@ def _rope_scaling(file: File, head_dim: int, theta: float) -> dict[str, Any] | N
         return None
     divisors = file.read(tensor)
     scaling = Llama3Rope(factor=float(divisors.max()), **_LLAMA3)
-    plain = plain_frequencies(theta, head_dim)
-    if divisors.shape != plain.shape or not np.allclose(divisors, plain / scaling.stretch(plain), rtol=1e-3):
+    expected = plain_frequencies(theta, head_dim) / scaling.frequencies(theta, head_dim)
+    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-3):
         raise UserError(f"{file.path} has a {ROPE} that is not Llama 3's; supported: only that")
     return {"rope_type": "llama3"} | dataclasses.asdict(scaling)
 

@@ -148,7 +148,7 @@ def save(
 
     Args:
       max_shard_bytes: maximum file size, unless a tensor is larger. Several files get an index.
-      dtype: None: the embedding's.
+      dtype: None: the embedding's. Buffers stay float32.
 
     Raises:
       UserError: `folder` is a file.
@@ -170,7 +170,8 @@ def write(
 ) -> None:
     """Write a folder as `save`, from tensors in the order of `shapes`, of which one at a time is in memory."""
     folder = pathlib.Path(folder).absolute()
-    sizes = [math.prod(shape) * dtype.itemsize for shape in shapes.values()]
+    dtypes = dict.fromkeys(shapes, dtype) | _float32(config)
+    sizes = [math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()]
     shards = _shards(sizes, max_shard_bytes)
     is_writer = jax.process_index() == 0
     if folder.exists() and not folder.is_dir():
@@ -188,7 +189,7 @@ def write(
             weight_map |= dict.fromkeys(own, file)
             part = itertools.islice(tensors, count)
             if is_writer:
-                write_file(temporary / file, own, part, dtype)
+                write_file(temporary / file, own, part, dtypes)
             else:
                 collections.deque(part, maxlen=0)  # takes part in the gathering
         if is_writer:
@@ -203,21 +204,31 @@ def write(
     multihost_utils.sync_global_devices("huggingface.save")
 
 
-_Entry = tuple[str, str, Rule, tuple[int, ...]]  # (their name, our path, its rule, index into our leading axes)
+_Entry = tuple[str, tuple[str, ...], Rule, tuple[int, ...]]
+"""(their name, our path, or two for its halves, the first one's rule, index into our leading axes)."""
 
 
 def _entries(config: ModelConfig, params: Mapping[str, Any]) -> list[_Entry]:
     """Sort tensors by layer: reading a few layers then opens few files."""
+    rules = families.of(config).rules(config, ())
+    second = {(rule.tensor, rule.layers): path for path, rule in rules.items() if rule.half == 1}
     entries = [
-        (name, path, rule, at)
-        for path, rule in families.of(config).rules(config, ()).items()
+        (name, (path,) if rule.half is None else (path, second[rule.tensor, rule.layers]), rule, at)
+        for path, rule in rules.items()
+        if rule.half != 1
         for at, name in rule.entries(params[path].shape)
     ]
     return sorted(entries, key=lambda entry: [entry[2].layer(layer) for layer in entry[3][:1]])
 
 
 def _shapes(entries: list[_Entry], params: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: rule.shape(params[path].shape) for name, path, rule, _ in entries}
+    return {name: rule.shape(params[paths[0]].shape) for name, paths, rule, _ in entries}
+
+
+def _float32(config: ModelConfig) -> dict[str, np.dtype]:
+    """Return the dtype of the tensors that are float32 in every checkpoint."""
+    rules = (rule for rule in families.of(config).rules(config, ()).values() if rule.float32)
+    return {rule.name({"L": i}): np.dtype(np.float32) for rule in rules for i in range(len(rule.layers or ()))}
 
 
 def _shards(sizes: list[int], limit: int) -> list[int]:
@@ -231,14 +242,19 @@ def _shards(sizes: list[int], limit: int) -> list[int]:
 
 
 def _tensors(entries: list[_Entry], params: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Gather one layer of one parameter at a time."""
-    for (path, layer), group in itertools.groupby(entries, key=lambda entry: (entry[1], entry[3][:1])):
+    """Gather one layer of one parameter, or of two halves, at a time."""
+
+    def whole(path: str, layer: tuple[int, ...]) -> np.ndarray:
         value = jax.lax.dynamic_index_in_dim(params[path], layer[0], keepdims=False) if layer else params[path]
         if not value.is_fully_addressable:
             value = multihost_utils.process_allgather(value, tiled=True)
-        whole = np.asarray(value)
+        return np.asarray(value)
+
+    for (paths, layer), group in itertools.groupby(entries, key=lambda entry: (entry[1], entry[3][:1])):
+        values = [whole(path, layer) for path in paths]
         for name, _, rule, at in group:
-            yield name, rule.to_theirs(whole[at[1:]])
+            parts = [rule.to_theirs(value[at[1:]]) for value in values]
+            yield name, parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
 
 def _publish(temporary: pathlib.Path, folder: pathlib.Path) -> None:

@@ -5,6 +5,7 @@ so a new adapter changes nothing. Sampler and trainer compute both products by t
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -20,14 +21,14 @@ from gspo_jax.models.config import ModelConfig, by_path, dotted, parameter
 from gspo_jax.models.matrices import ADAPTER
 
 TARGETS = {
-    "q_proj": "attention.q",
-    "k_proj": "attention.k",
-    "v_proj": "attention.v",
-    "o_proj": "attention.o",
-    "gate_proj": "mlp.gate",
-    "up_proj": "mlp.up",
-    "down_proj": "mlp.down",
-    "router": "mlp.router",
+    "q_proj": ("attention.q",),
+    "k_proj": ("attention.k",),
+    "v_proj": ("attention.v",),
+    "o_proj": ("attention.o",),
+    "gate_proj": ("mlp.gate", "mlp.shared.gate"),
+    "up_proj": ("mlp.up", "mlp.shared.up"),
+    "down_proj": ("mlp.down", "mlp.shared.down"),
+    "router": ("mlp.router",),
 }
 """Matrices that may have an adapter: parameter paths in a block."""
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
@@ -44,7 +45,7 @@ class Adapters:
     """Rank for `expert_targets`, each expert's matrices; 0: none."""
     alpha: float = 8.0
     targets: tuple[str, ...] = tuple(name for name in TARGETS if name != "router")
-    """Names among `TARGETS`. Feed-forward names mean dense layers."""
+    """Names among `TARGETS`. Feed-forward names mean dense layers and shared experts."""
     expert_targets: tuple[str, ...] = EXPERTS
     """Names among `EXPERTS`."""
 
@@ -93,7 +94,7 @@ class Adapter(nnx.Module):
 
 def check(config: ModelConfig, adapters: Adapters) -> None:
     """Raise a UserError if a rank is given and no target is in the model."""
-    dense = not all(stack.is_routed for stack in config.stacks)
+    dense = any(not stack.is_routed or stack.shared_width for stack in config.stacks)
     has = [name for name in TARGETS if name not in EXPERTS or dense]
     has = [name for name in has if name != "router" or config.is_routed]
     if adapters.rank and not set(adapters.targets).intersection(has):
@@ -108,26 +109,26 @@ def check(config: ModelConfig, adapters: Adapters) -> None:
 def add(model: Any, adapters: Adapters, *, rngs: nnx.Rngs) -> None:
     """Give a transformer its adapters."""
     for block in model.layers:
-        for name, (module, own) in places(block).items():
+        for name, module, own in places(block):
             matrix = getattr(module, own)
             if rank := adapters.rank_of(name, matrix.get_metadata("axes")):
                 setattr(module, own + ADAPTER, Adapter(matrix, rank, adapters.scale(rank), rngs=rngs))
 
 
-def places(block: Any) -> dict[str, tuple[nnx.Module, str]]:
-    """Return module and attribute of each of `TARGETS` in a block."""
-    found = {}
-    for name, path in TARGETS.items():
-        part, _, own = path.partition(".")
-        module = getattr(block, part)
-        if hasattr(module, own):
-            found[name] = module, own
+def places(block: Any) -> list[tuple[str, nnx.Module, str]]:
+    """Return the name among `TARGETS`, module and attribute of each such matrix in a block."""
+    found = []
+    for name, paths in TARGETS.items():
+        for *parts, own in (path.split(".") for path in paths):
+            module = functools.reduce(lambda module, part: getattr(module, part, None), parts, block)
+            if hasattr(module, own):
+                found.append((name, module, own))
     return found
 
 
 def matrices(block: Any) -> list[tuple[nnx.Module, str]]:
-    """Return `places` without the router."""
-    return [place for name, place in places(block).items() if name != "router"]
+    """Return module and attribute of each of `places` but the router."""
+    return [(module, own) for name, module, own in places(block) if name != "router"]
 
 
 def matrix_of(path: str) -> tuple[str, str]:

@@ -1,8 +1,18 @@
 """Feed-forward layers: a dense SwiGLU, and a mixture of SwiGLU experts as route -> dispatch -> combine.
 
+A router scores all experts, chooses K of them for each token, and weighs these. Families name one of
+
+    softmax_router  p = softmax(logits); the K most probable; weights p, or p made to sum to one
+    sigmoid_router  σ(logits); the K largest σ + bias, in the best groups; weights σ, or σ / Σσ, times a factor
+
+The softmax of the K largest logits is the first with weights that sum to one. A sigmoid router's p_e is σ_e / Σσ over
+all experts. `Routes.logprobs`, and with them router KL, router shift γ and the balance loss, speak of p. The choice
+that drift compares is the router's own, by bias and groups too.
+
 L counts routed layers alone.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels import router_tpu
-from gspo_jax.models.config import ModelConfig, Stack, parameter
+from gspo_jax.models.config import ModelConfig, Stack, parameter, zeros
 from gspo_jax.models.dispatch import Dispatch, exchange
 from gspo_jax.models.experts import ExpertKernels
 from gspo_jax.models.matrices import matrix, project
@@ -40,15 +50,16 @@ class Routes(NamedTuple):
     experts: Int[Array, "*L B T K"]
     """Most probable first by the router that chose them (maybe a replayed one)."""
     logprobs: Float[Array, "*L B T K"]
-    """Router log softmax at these experts, float32, before renormalisation."""
+    """log p at these experts, float32: the router's log softmax, or log σ_e − log Σ σ, before renormalisation over the
+    chosen, bias and scaling."""
     native: Int[Array, "*L B T K"] | None = None
     """The router's own choice under replay; None: it is `experts`."""
     watched: Float[Array, "*L B T K"] | None = None
-    """Router log softmax at the watched experts, without a gradient."""
+    """log p at the watched experts, without a gradient."""
     balance: Float[Array, "*L B T"] | None = None
-    """E Σ_e load_e p_e, 1 if load or router is uniform."""
+    """E Σ_e load_e p_e, 1 if load or p is uniform."""
     z: Float[Array, "*L B T"] | None = None
-    """(log Σ_e exp logit_e)², the router z-loss of arXiv 2202.08906."""
+    """(log Σ_e exp logit_e)², the router z-loss of arXiv 2202.08906; of the logits, whatever the scores."""
 
     @property
     def chosen(self) -> Int[Array, "*L B T K"]:
@@ -154,12 +165,22 @@ def route(
 
     All float32. Replay fixes the choice alone: weights, and so gradients, come from the current logits.
     """
-    asked = asked or Routing()
     logits = logits.astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, axis=-1)
     every = logits - log_z[..., None]
-    logprobs, experts = _top(every, k)
-    native = watched = balance = None
+    routes = _answered(every, *_top(every, k), log_z, asked)
+    return routes, jax.nn.softmax(routes.logprobs) if renormalise else jnp.exp(routes.logprobs)
+
+
+def _answered(
+    every: Float[Array, "B T E"],
+    logprobs: Float[Array, "B T K"],
+    experts: Int[Array, "B T K"],
+    log_z: Float[Array, "B T"],
+    asked: Routing | None,
+) -> Routes:
+    """Return the routes of a router with log-probs `every`, its choice and its logits' log-sum-exp, as asked for."""
+    asked, native, watched, balance = asked or Routing(), None, None, None
     if asked.replay is not None:
         native, replay = experts, asked.replay.astype(experts.dtype)
         experts = jnp.where((replay >= 0).all(axis=-1, keepdims=True), replay, native)
@@ -167,20 +188,62 @@ def route(
     if asked.watch is not None:
         watched = _at(jax.lax.stop_gradient(every), asked.watch.astype(experts.dtype))
     if asked.load is not None:
-        balance = logits.shape[-1] * (jnp.exp(every) * asked.load[None, None]).sum(axis=-1)
-    weights = jax.nn.softmax(logprobs) if renormalise else jnp.exp(logprobs)
-    return Routes(experts, logprobs, native, watched, balance, z=log_z**2), weights
+        balance = every.shape[-1] * (jnp.exp(every) * asked.load[None, None]).sum(axis=-1)
+    return Routes(experts, logprobs, native, watched, balance, z=log_z**2)
 
 
-Choose = Callable[[Array, ModelConfig, Routing | None], tuple[Routes, Array]]
-"""(logits [B,T,E], config, asked) -> (routes, weights [B,T,K])."""
+Choose = Callable[[Array, ModelConfig, Routing | None, Array | None], tuple[Routes, Array]]
+"""(logits [B,T,E], config, asked, bias [E] of the choice or None) -> (routes, weights [B,T,K])."""
 
 
 def softmax_router(
-    logits: Float[Array, "B T E"], config: ModelConfig, asked: Routing | None
+    logits: Float[Array, "B T E"], config: ModelConfig, asked: Routing | None, bias: None = None
 ) -> tuple[Routes, Float[Array, "B T K"]]:
-    """Call `route` as the config says."""
+    """Call `route` as the config says. It has no bias."""
+    del bias
     return route(logits, k=config.experts_per_token, renormalise=config.norm_topk_prob, asked=asked)
+
+
+SUM_FLOOR = 1e-20
+"""Added to the chosen scores' sum that weights are divided by, as in DeepSeek-V3."""
+
+
+def sigmoid_router(
+    logits: Float[Array, "B T E"], config: ModelConfig, asked: Routing | None, bias: Float[Array, " E"]
+) -> tuple[Routes, Float[Array, "B T K"]]:
+    """Route to the experts of the largest σ(logit) + bias, weighted by σ alone, as in DeepSeek-V3 (arXiv 2412.19437).
+
+    Weights are σ, or σ divided by the chosen ones' sum, times `routed_scaling_factor`. All float32. The bias has no
+    gradient. Replay fixes the choice alone, as in `route`: replayed experts weigh their current σ.
+    """
+    logits = logits.astype(jnp.float32)
+    scores = jax.nn.log_sigmoid(logits)
+    total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    every, experts = scores - total, best_of_groups(jax.lax.stop_gradient(jax.nn.sigmoid(logits)), bias, config)
+    routes = _answered(every, _at(every, experts), experts, jax.nn.logsumexp(logits, axis=-1), asked)
+    weights = jnp.exp(routes.logprobs + total)
+    if config.norm_topk_prob:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + SUM_FLOOR)
+    return routes, weights * config.routed_scaling_factor
+
+
+def best_of_groups(scores: Float[Array, "B T E"], bias: Float[Array, " E"], config: ModelConfig) -> Int[Array, "B T K"]:
+    """Return the experts of the K largest score + bias within each token's best groups, highest score first.
+
+    A group's value is the sum of its two largest score + bias.
+    """
+    groups, biased = config.expert_groups, scores + bias[None, None]
+    if groups > 1:
+        apart = biased.reshape(*biased.shape[:2], groups, -1)
+        _, best = jax.lax.top_k(jax.lax.top_k(apart, 2)[0].sum(axis=-1), config.groups_per_token)
+        is_best = (best[..., None] == jnp.arange(groups, dtype=best.dtype)[None, None, None]).any(axis=2)
+        biased = jnp.where(is_best[..., None], apart, -jnp.inf).reshape(biased.shape)
+    _, experts = jax.lax.top_k(biased, config.experts_per_token)
+    return jax.lax.sort((-_at(scores, experts), experts), num_keys=1)[1]
+
+
+class Buffer(nnx.Param):
+    """Read, kept in checkpoints and exported like a parameter, without a gradient or weight decay."""
 
 
 def split_experts(block: nnx.State) -> tuple[nnx.State, nnx.State]:
@@ -197,10 +260,22 @@ def split_experts(block: nnx.State) -> tuple[nnx.State, nnx.State]:
 class MoE(nnx.Module):
     """A mixture of SwiGLU experts. Parameters have a leading layer axis. `__call__` gets one layer's slice.
 
-    `choose` makes routes and weights from float32 router logits.
+    `choose` makes routes and weights from float32 router logits. With `biased` it gets a bias of the choice too, a
+    buffer. Shared experts, if the stack has any, are one dense SwiGLU, which every token passes; with `gated`, times
+    σ(x · shared_gate).
     """
 
-    def __init__(self, config: ModelConfig, stack: Stack, dispatch: Dispatch, *, choose: Choose, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: ModelConfig,
+        stack: Stack,
+        dispatch: Dispatch,
+        *,
+        choose: Choose,
+        biased: bool = False,
+        gated: bool = False,
+        rngs: nnx.Rngs,
+    ):
         L, D, E, F = stack.layers, config.hidden_size, stack.experts, stack.width
         self.config, self.choose = config, choose
         self.dispatch: Dispatch = dispatch
@@ -208,6 +283,11 @@ class MoE(nnx.Module):
         self.gate = parameter(rngs, (L, E, D, F), ("layers", "expert", "embed", "mlp"))
         self.up = parameter(rngs, (L, E, D, F), ("layers", "expert", "embed", "mlp"))
         self.down = parameter(rngs, (L, E, F, D), ("layers", "expert", "mlp", "embed"))
+        beside = dataclasses.replace(stack, width=stack.shared_width)
+        bias: dict[str, Any] = {"float32": True, "kind": Buffer}
+        self.router_bias = parameter(rngs, (L, E), ("layers", "router"), zeros, **bias) if biased else None
+        self.shared = MLP(config, beside, dispatch, rngs=rngs) if stack.shared_width else None
+        self.shared_gate = parameter(rngs, (L, D, 1), ("layers", "embed", "router")) if gated else None
 
     def __call__(
         self,
@@ -217,7 +297,7 @@ class MoE(nnx.Module):
         layer: Int[Array, ""] | None = None,
         keeps: bool = False,
     ) -> tuple[Float[Array, "B T D"], Routes]:
-        """Return the experts' weighted sum and the routes. Padding (`valid` False) reaches no expert and gets 0.
+        """Return the experts' weighted sum and the routes. Padding (`valid` False) reaches no routed expert.
 
         With `layer` the experts' weights are of all layers, to save a loop the copies. Scales and adapters are the
         layer's. `keeps` is as in `exchange`.
@@ -225,14 +305,23 @@ class MoE(nnx.Module):
         routes, weights = self._routed(x, asked, layer)
         ids = jnp.where(valid[..., None], routes.experts, self.config.num_experts)
         kernels = ExpertKernels(*(matrix(self, name, x.dtype) for name in ("gate", "up", "down")))
-        return exchange(x, ids, weights, kernels, dispatch=self.dispatch, layer=layer, keeps=keeps), routes
+        y = exchange(x, ids, weights, kernels, dispatch=self.dispatch, layer=layer, keeps=keeps)
+        return y if self.shared is None else y + self._shared(x, self.shared), routes
+
+    def _shared(self, x: Array, shared: "MLP") -> Float[Array, "B T D"]:
+        y, _ = shared(x)
+        if self.shared_gate is None:
+            return y
+        (gate,) = project(self, ("shared_gate",), x)
+        return jax.nn.sigmoid(gate) * y
 
     def _routed(self, x: Array, asked: Routing | None, layer: Array | None) -> tuple[Routes, Array]:
         (B, T, D), router, config = x.shape, matrix(self, "router", x.dtype), self.config
         plain = layer is not None and asked is None and self.choose is softmax_router and router.low is None
         if not plain or not router_tpu.applies(B * T, D, config.num_experts):
             (logits,) = project(self, ("router",), x.astype(jnp.float32))
-            return self.choose(checkpoint_name(logits, "dot"), config, asked)
+            bias = None if self.router_bias is None else jax.lax.stop_gradient(self.router_bias[...])
+            return self.choose(checkpoint_name(logits, "dot"), config, asked, bias)
 
         def run(x: Array, weights: Array) -> list[Array]:
             options = {"k": config.experts_per_token, "renormalise": config.norm_topk_prob}
@@ -257,7 +346,7 @@ class MLP(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        valid: Bool[Array, "B T"],
+        valid: Bool[Array, "B T"] | None = None,
         asked: Routing | None = None,
         layer: Any = None,
         keeps: bool = False,

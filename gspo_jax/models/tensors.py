@@ -38,6 +38,10 @@ class Rule:
     """0 or 1 if their second dimension concatenates two of our parameters."""
     layers: range | None = None
     """Checkpoint numbers of our layers; None: as ours."""
+    float32: bool = False
+    """Written in float32, whatever the other tensors' dtype."""
+    module: str = ""
+    """Name in transformers 5 of the module with this matrix, one per "{L}" and "{E}"; empty: as the tensor's."""
 
     @property
     def ours(self) -> list[str]:
@@ -72,11 +76,20 @@ class Rule:
 
     def entries(self, ours: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield every outer index with their tensor's name."""
-        for at in itertools.product(*(range(n) for n in ours[: len(self.outer)])):
-            yield at, self.name(dict(zip(self.outer, at, strict=True)))
+        return self._named(self.tensor, ours)
+
+    def modules(self, ours: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
+        """Yield every index of a matrix with the name of its module."""
+        return self._named(self.module or self.tensor.removesuffix(".weight"), ours)
+
+    def _named(self, template: str, ours: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
+        outer = [axis for axis in self.ours if f"{{{axis}}}" in template]
+        for at in itertools.product(*(range(n) for n in ours[: len(outer)])):
+            index = dict(zip(outer, at, strict=True))
+            yield at, template.format(**{axis: self.layer(i) if axis == "L" else i for axis, i in index.items()})
 
     def to_theirs(self, ours: np.ndarray) -> np.ndarray:
-        """Return one of their tensors from our parameter at an outer index; undefined for a `half`."""
+        """Return one of their tensors, or its `half`, from our parameter at an outer index."""
         inner = self.ours[len(self.outer) :]
         return ours.transpose([inner.index(axis) for axis in self.theirs])
 
@@ -136,6 +149,10 @@ ATTENTION = {
 }
 """Grouped-query attention, and the norms of a layer."""
 
+ATTENTION_BIAS = {
+    f"attention.{name}_bias": Rule(_LAYER + f"self_attn.{name}_proj.bias", "L H -> H") for name in ("q", "k", "v")
+}
+
 HEAD_NORMS = {
     "attention.q_norm.scale": Rule(_LAYER + "self_attn.q_norm.weight", "L h -> h"),
     "attention.k_norm.scale": Rule(_LAYER + "self_attn.k_norm.weight", "L h -> h"),
@@ -158,11 +175,23 @@ _FUSED = _EXPERTS | {  # transformers 5 in memory, and on disk with save_origina
     "mlp.up": Rule(_LAYER + "mlp.experts.gate_up_proj", "L E D F -> E F D", half=1),
     "mlp.down": Rule(_LAYER + "mlp.experts.down_proj", "L E F D -> E D F"),
 }
+ROUTER_BIAS = {
+    "mlp.router_bias": Rule(_LAYER + "mlp.gate.e_score_correction_bias", "L E -> E", float32=True),
+}
 
 
-def experts(names: Container[str]) -> dict[str, Rule]:
-    """Return the rules of a router and SwiGLU experts, fused if `names` has fused tensors."""
-    return _FUSED if _FUSED["mlp.gate"].name({"L": 0}) in names else _EXPERTS
+def shared(name: str) -> dict[str, Rule]:
+    """Return the rules of shared experts, called `name` there."""
+
+    def moved(rule: Rule) -> Rule:
+        return dataclasses.replace(rule, tensor=rule.tensor.replace("mlp.", f"mlp.{name}."))
+
+    return {path.replace("mlp.", "mlp.shared."): moved(rule) for path, rule in DENSE.items()}
+
+
+def experts(names: Container[str], *, first: int = 0) -> dict[str, Rule]:
+    """Return the rules of a router and SwiGLU experts, fused if `names` has fused tensors of layer `first`."""
+    return _FUSED if _FUSED["mlp.gate"].name({"L": first}) in names else _EXPERTS
 
 
 def of_model(config: ModelConfig, *stacks: Mapping[str, Rule]) -> dict[str, Rule]:
@@ -331,18 +360,18 @@ def write_file(
     file: pathlib.Path,
     shapes: Mapping[str, tuple[int, ...]],
     tensors: Iterator[tuple[str, np.ndarray]],
-    dtype: np.dtype,
+    dtypes: Mapping[str, np.dtype],
 ) -> None:
     """Write a safetensors file from tensors in the order of `shapes`. Unlike the library's, it holds one at a time."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": _DTYPES[dtype.name], "shape": list(shape), "data_offsets": [begin, end]}
+        begin, end = end, end + math.prod(shape) * dtypes[name].itemsize
+        entries[name] = {"dtype": _DTYPES[dtypes[name].name], "shape": list(shape), "data_offsets": [begin, end]}
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     with open(file, "wb") as out:
         out.write(struct.pack("<Q", len(header)) + header)
         for (name, shape), (given, value) in zip(shapes.items(), tensors, strict=True):
             assert (given, value.shape) == (name, shape)
-            out.write(np.ascontiguousarray(value, dtype).view(np.uint8).data)
+            out.write(np.ascontiguousarray(value, dtypes[name]).view(np.uint8).data)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.attention import SlotRows
 from gspo_jax.kernels.backend import platform
-from gspo_jax.kernels.kv import KV
+from gspo_jax.kernels.kv import KV, Values
 from gspo_jax.kernels.packed_attention import Spans
 from gspo_jax.kernels.rotary import Rotation, rms_norm
 from gspo_jax.models import fused, int8, lora
@@ -117,10 +117,14 @@ class Block(nnx.Module):
         eps = self.config.rms_norm_eps
         with jax.named_scope("attention"):
             y, kept = self.attention(rms_norm(x, self.attention_norm[...], eps), rotation, context)
-        x = checkpoint_name(constrain(x + y, "batch", None, None), "dot")
+        x = checkpoint_name(constrain(x + self._scaled(y), "batch", None, None), "dot")
         with jax.named_scope("feed_forward"):
             y, routes = self.mlp(rms_norm(x, self.mlp_norm[...], eps), valid, asked, layer, keeps)
-        return constrain(x + y, "batch", None, None), routes, kept
+        return constrain(x + self._scaled(y), "batch", None, None), routes, kept
+
+    def _scaled(self, y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        factor = self.config.residual_multiplier
+        return y if factor == 1 else y * factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +136,7 @@ class _Rows:
     positions: Int[Array, "B T"]
     spans: Spans | None
     """The keys that each token sees; None: the valid ones before it."""
-    stores: Callable[[Array], KV] | None = None
+    stores: Callable[[Array | None], Values] | None = None
     """Makes what a cache stores of keys or values. None: nothing is kept."""
 
     is_step = False
@@ -144,7 +148,10 @@ class _Rows:
         valid = jnp.ones(tokens.shape, bool) if valid is None else valid
         return cls(valid, jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0), None)
 
-    def attend(self, q: Array, k: Array, v: Array, keep: tuple[Array, Array] | None = None) -> tuple[Array, Any]:
+    def attend(
+        self, q: Array, k: Array, v: Array | None, keep: tuple[Array, Array | None] | None = None
+    ) -> tuple[Array, Any]:
+        assert v is not None, "only the keys in a cache are values too"
         spans = self.spans
         out = attend_causal(q, k, v, self.valid) if spans is None else attend_packed(q, k, v, spans)
         if self.stores is None:
@@ -167,7 +174,9 @@ class _Step:
 
     is_step = True
 
-    def attend(self, q: Array, k: Array, v: Array, keep: tuple[Array, Array] | None = None) -> tuple[Array, Any]:
+    def attend(
+        self, q: Array, k: Array, v: Array | None, keep: tuple[Array, Array | None] | None = None
+    ) -> tuple[Array, Any]:
         del keep
         cache, where = self.cache, {"layer": self.layer, "ages": self.slots.ages, "rows": self.rows}
         own = tuple(write_tokens(pool, self.layer, x, *self.newest) for pool, x in ((cache.k, k), (cache.v, v)))
@@ -223,7 +232,7 @@ class Transformer(nnx.Module):
         *,
         spans: Spans | None = None,
         cache_dtype: CacheDtype | None = None,
-    ) -> tuple[Output, tuple[KV, KV]]:
+    ) -> tuple[Output, tuple[KV, Values]]:
         """Run the forward, and also return every layer's keys and values [L, P, M, Kv, h] for the cache.
 
         Tokens attend to keys and values as computed, whatever the cache stores.
@@ -247,7 +256,7 @@ class Transformer(nnx.Module):
             rows, cache, found = fused.decode(rows, self.layers, self.config, slots, prompts, at, cache)
             return self._output(rows.reshape(x.shape), join_routes([[own] for own in found], positions.shape)), cache
         rows = None if slots.aligned else SlotRows.of(slots.responses, slots.active, P, cache.group_size)
-        rotation = Rotation.of(positions, self.config.rope_frequencies())
+        rotation = Rotation.of(positions, self.config.rope_frequencies(), self.config.rope_amplitude)
         x, first, found = self._embed(tokens), 0, []
         for run in self._runs():
             x, cache, routes = _decode_run(run, x, rotation, slots, rows, cache, first)
@@ -265,7 +274,8 @@ class Transformer(nnx.Module):
     ) -> tuple[Output, Any]:
         """`in_place`: experts are read where all layers lie, without a gradient, and not copied layer by layer."""
         # Behind a barrier, or the TPU compiler moves cosines into the loop.
-        rotation = jax.lax.optimization_barrier(Rotation.of(rows.positions, self.config.rope_frequencies()))
+        rotation = Rotation.of(rows.positions, self.config.rope_frequencies(), self.config.rope_amplitude)
+        rotation = jax.lax.optimization_barrier(rotation)
 
         def scanned(blocks: list[Block], x: Array, asked: list[Routing | None]) -> tuple[Array, Any]:
             graphs, stacked = zip(*map(nnx.split, blocks), strict=True)
@@ -296,16 +306,19 @@ class Transformer(nnx.Module):
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         if spread.is_spread(self.embed):
-            return constrain(spread.lookup(self.embed.astype(self.dtype), tokens), "batch", None, None)
-        # The batch is sharded over fsdp too, and a lookup cannot keep both sharded.
-        embed = constrain(self.embed.astype(self.dtype), "vocab", None)
-        return constrain(embed[tokens], "batch", None, None)
+            x = spread.lookup(self.embed.astype(self.dtype), tokens)
+        else:
+            # The batch is sharded over fsdp too, and a lookup cannot keep both sharded.
+            x = constrain(self.embed.astype(self.dtype), "vocab", None)[tokens]
+        factor = self.config.embedding_multiplier
+        return constrain(x if factor == 1 else x * factor, "batch", None, None)
 
     def _output(self, x: Array, routes: Routes) -> Output:
         head = self.embed[...].T if self.head is None else self.head[...]
         head = constrain(head.astype(self.dtype), None, "vocab")  # gathered once, not for each chunk
         is_local = "expert" in manual_axes() and spread.is_spread(self.embed if self.head is None else self.head)
-        return Output(rms_norm(x, self.norm[...], self.config.rms_norm_eps), routes, head, is_local)
+        norm = self.norm[...] / self.config.logits_scaling  # hidden states are divided where they are float32
+        return Output(rms_norm(x, norm, self.config.rms_norm_eps), routes, head, is_local)
 
 
 def _all_sliced(stacked: nnx.State) -> tuple[nnx.State, nnx.State]:
@@ -327,7 +340,7 @@ def _decode_run(
     whole, sliced = zip(*map(split_experts, stacked), strict=True)
     newest = cache.newest(slots.ages)
 
-    def layer(carry: tuple[Array, KV, KV], xs: tuple[Any, Array]) -> tuple[Any, list[Routes | None]]:
+    def layer(carry: tuple[Array, KV, Values], xs: tuple[Any, Array]) -> tuple[Any, list[Routes | None]]:
         x, k, v = carry
         params, number = xs
         found = []
@@ -385,9 +398,11 @@ def _make(
 
 
 def _spread(model: Transformer) -> None:
-    """Shard the vocabulary, and the columns of dense matrices, over `expert` too."""
+    """Shard the vocabulary, and the columns of dense matrices not declared `whole`, over `expert` too."""
     found = [(model.embed, 0)] if model.head is None else [(model.embed, 0), (model.head, 1)]
     for module, own in (place for block in model.layers for place in lora.matrices(block)):
+        if getattr(module, own).get_metadata("whole", None):
+            continue
         columns = [v for v in (getattr(module, own), getattr(module, own + SCALE, None)) if v is not None]
         found += [(v, v.ndim - 1) for v in columns if "expert" not in v.get_metadata("axes")]
     for variable, dimension in found:

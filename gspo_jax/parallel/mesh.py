@@ -34,6 +34,7 @@ TRAINER: Rules = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
+    "latent": ("fsdp",),
     "mlp": ("tensor",),
     "expert": ("expert",),
     "router": (),
@@ -41,7 +42,7 @@ TRAINER: Rules = {
 }
 """Weights sharded over fsdp, expert and tensor."""
 
-SAMPLER: Rules = {**TRAINER, "embed": ()}
+SAMPLER: Rules = {**TRAINER, "embed": (), "latent": ()}
 """Weights replicated over data and fsdp, so decode steps need no all-gathers."""
 
 
@@ -223,6 +224,11 @@ def without_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     return PartitionSpec(
         *(tuple(axis for axis in part if axis not in axes) or None for part in axes_by_dimension(spec))
     )
+
+
+def head_axis(heads: int) -> str | None:
+    """Return the logical axis of cached heads. A single one, which all query heads read, is whole on every shard."""
+    return "kv_heads" if heads > 1 else None
 
 
 def varying(x: jax.Array, *axes: str) -> jax.Array:

@@ -123,7 +123,7 @@ class _Programs:
         prefilled = prefill.results()
         places = jax.tree.map(
             lambda spec, part: jax.tree.map(lambda _: NamedSharding(self.sampler_mesh, spec), part),
-            decoder.prefilled_specs(prefix, "tensor"),
+            decoder.prefilled_specs(prefix, "tensor" if self.model.cached.heads > 1 else None),
             prefilled,
         )
         inputs = placed(prefilled, places), keys, limits
@@ -140,7 +140,7 @@ class _Programs:
             return found[-1].results()
 
         state, pools = piece(polled.begin_piece)
-        places = [NamedSharding(self.sampler_mesh, PartitionSpec(*polled.POOLS[: x.ndim])) for x in pools]
+        places = [NamedSharding(self.sampler_mesh, polled.pool_spec(x.shape)) for x in pools]
         state = jax.tree.map(lambda x: _rows(self.sampler_mesh, x.shape, x.dtype), state)
         piece(polled.advance_piece, state, placed(pools, places))
         piece(polled.finish_piece, state, prompt_length=self.S)

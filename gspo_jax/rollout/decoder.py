@@ -42,7 +42,7 @@ _ROWS = 8
 
 
 def prefilled_specs(prefix: PackedPrefix | None, heads: str | None = None) -> Any:
-    """Return the partition specs of a `Prefilled`, with key and value heads on the mesh axis `heads`."""
+    """Return the partition specs of a `Prefilled`, with cached heads on the mesh axis `heads`."""
     batch = mesh_lib.BATCH_AXES
 
     def kv(*rows: Any) -> Any:

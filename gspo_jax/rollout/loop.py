@@ -41,7 +41,7 @@ from flax import nnx, struct
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
-from gspo_jax.kernels.kv import KV
+from gspo_jax.kernels.kv import KV, Values
 from gspo_jax.kernels.scopes import RARELY
 from gspo_jax.models import moe
 from gspo_jax.models.cache import Cache, DecodeSlots, empty_pool, write_prefix
@@ -130,7 +130,7 @@ class LoopState:
     buffer: ResponseBuffer
     k: KV
     """The pool's keys, [L, M, Kv, C, h]."""
-    v: KV
+    v: Values
 
     def first(self, size: int) -> "LoopState":
         """Return the state of the first slots alone."""
@@ -546,7 +546,7 @@ class DecodeLoop:
         count = jnp.where(taken, -(-prefix.lengths[responses] // self.pool.columns), 0)
         pages = state.pages.give(jnp.zeros_like(count), count)
 
-        def load(i: Array | int, kv: tuple[KV, KV]) -> tuple[KV, KV]:
+        def load(i: Array | int, kv: tuple[KV, Values]) -> tuple[KV, Values]:
             slot = order[i]
             response = responses[slot]
             own = prefix.row[response], prefix.start[response], prefix.lengths[response]

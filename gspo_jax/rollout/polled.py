@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int, Key
 
-from gspo_jax.models.cache import POOL_AXES, sharded_pool
+from gspo_jax.models.cache import pool_axes, sharded_pool
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.rows import ROWS, shards
@@ -25,10 +25,11 @@ from gspo_jax.types import Weights
 
 _Leaves = list[Array]
 
-POOLS = PartitionSpec(
-    mesh_lib.BATCH_AXES, *mesh_lib.without_axes(mesh_lib.spec(POOL_AXES, mesh_lib.SAMPLER), set(mesh_lib.BATCH_AXES))
-)
-"""Sharding of the pools handed from piece to piece, [shards, L, M, Kv, C, h]."""
+
+def pool_spec(shape: tuple[int, ...]) -> PartitionSpec:
+    """Return the sharding of a pool handed from piece to piece, [shards, L, M, Kv, C, h], or of its scales."""
+    axes = mesh_lib.spec(pool_axes(shape[3])[: len(shape) - 1], mesh_lib.SAMPLER)
+    return PartitionSpec(mesh_lib.BATCH_AXES, *mesh_lib.without_axes(axes, set(mesh_lib.BATCH_AXES)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

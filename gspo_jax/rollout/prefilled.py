@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from gspo_jax.kernels.kv import KV
+from gspo_jax.kernels.kv import KV, Values
 from gspo_jax.rollout.prefixes import PackedPrefix
 from gspo_jax.types import Prompts, RouterRecord
 
@@ -25,7 +25,7 @@ class PrefilledKV(NamedTuple):
 
     k: KV
     """Rotary positions applied: [L, R, Kv, M, h] of prompts, [R, L, Kv, M, h] of rows of prefixes."""
-    v: KV
+    v: Values
     routes: RouterRecord
     """[R, M, L, K]."""
 

@@ -122,7 +122,7 @@ class Flips(NamedTuple):
     old: Bool[np.ndarray, "B T L K"]
     """True for dropped experts, most probable first."""
     probability: Float[np.ndarray, "B T L K"] | None
-    """Probability by the old routers; None if not recorded."""
+    """Probability by the old routers, before a sigmoid router's bias; None if not recorded."""
 
     @property
     def count(self) -> Int[np.ndarray, "B T"]:

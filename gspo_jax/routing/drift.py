@@ -1,6 +1,8 @@
 """Routing drift: how far expert choices for the same tokens move between two policies.
 
-`compare` returns additive sums, `metrics` rates.
+`compare` returns additive sums, `metrics` rates. A choice is the router's own, with a sigmoid router's bias and
+groups: an expert that these alone bring in or push out is flipped too. Probabilities are p of `models/moe.py`, without
+them.
 """
 
 import jax
@@ -21,7 +23,7 @@ class Drift:
     layers_changed: Float[Array, ""]
     """Number of layers with a different expert set."""
     top1_changed: Float[Array, ""]
-    """Fraction of layers with a different most probable expert."""
+    """Fraction of layers whose most probable expert among the chosen is another."""
     kl: Float[Array, ""] | None
     """`router_kl`, averaged over layers."""
     shift: Float[Array, ""] | None
@@ -63,7 +65,8 @@ def compare(
 def router_shift(old: Float[Array, "L B N K"], new: Float[Array, "L B N K"]) -> Float[Array, "B N"]:
     """Return RSPO's router shift γ: exp(−mean over layers and the old experts of |log ρ_new − log ρ_old|).
 
-    https://arxiv.org/abs/2510.23027. Both arguments are log-probs at the old router's experts.
+    https://arxiv.org/abs/2510.23027. Both arguments are log-probs at the old router's experts. Of a sigmoid router ρ is
+    σ_e / Σσ: a factor common to all scores, which renormalised weights do not have, is no shift, and neither is a bias.
     """
     return jnp.exp(-jnp.abs(new - old).mean(axis=(0, 3)))
 
@@ -72,7 +75,7 @@ def router_kl(old: Float[Array, "L B T K"], new: Float[Array, "L B T K"]) -> Flo
     """Return KL(old ‖ new) of two routers in nats, over the old router's K experts plus all others lumped into one.
 
     By the data-processing inequality, a lower bound on the KL over all experts. The rest's probability is floored at
-    1e-7.
+    1e-7. Of a sigmoid router it is the KL of the scores divided by their sum.
     """
     old_rest, new_rest = (jnp.maximum(1 - jnp.exp(x).sum(axis=-1), 1e-7) for x in (old, new))
     return (jnp.exp(old) * (old - new)).sum(axis=-1) + old_rest * jnp.log(old_rest / new_rest)

@@ -1,4 +1,4 @@
-"""Expert load: how evenly tokens are spread over each layer's experts."""
+"""Expert load: how evenly tokens are spread over each layer's routed experts. Shared experts have none."""
 
 import jax
 import jax.numpy as jnp

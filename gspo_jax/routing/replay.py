@@ -2,7 +2,7 @@
 
 R2 (arXiv 2507.18071, section 5.3) replays the old policy's routes, recorded when scoring old log-probs; R3 (arXiv
 2510.11370) the sampler's. The router keeps learning: expert weights are its current scores at the replayed experts,
-renormalised.
+renormalised and scaled as those of its own choice. A sigmoid router's bias and groups then have no part in a token.
 """
 
 from typing import Literal

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from gspo_jax.errors import UserError
 from gspo_jax.kernels.kv import head_bytes
 from gspo_jax.models.config import ModelConfig
-from gspo_jax.parallel.mesh import batch_shards
+from gspo_jax.parallel.mesh import batch_shards, head_axis
 from gspo_jax.rollout import prefixes
 from gspo_jax.rollout.pages import Pool, whole_pool
 from gspo_jax.setup import players
@@ -27,8 +27,10 @@ _MARGIN = 1.1
 def token_bytes(config: ConfigDict, model: ModelConfig, sampler: Mapping[str, int]) -> int:
     """Return a token's KV bytes on each chip that shares them. `sampler`: its mesh's axis sizes."""
     cached = config.sampling.cache_dtype
-    one = head_bytes(model.head_dim, cached or jnp.dtype(config.model.dtype), scaled=bool(cached))
-    return 2 * model.num_layers * (model.num_kv_heads // sampler["tensor"]) * one
+    layers, heads, *widths = model.cached
+    dtype = cached or jnp.dtype(config.model.dtype)
+    one = sum(head_bytes(width, dtype, scaled=bool(cached)) for width in widths if width)
+    return layers * (heads // sampler["tensor"] if head_axis(heads) else heads) * one
 
 
 def prefix_rows(config: ConfigDict, slots: int, pool: Pool) -> tuple[int, int]:

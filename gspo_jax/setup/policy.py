@@ -39,9 +39,14 @@ _SHAPED_BY = {
     "o": (*_LAYER, "num_heads", "head_dim"),
     "k": (*_LAYER, "num_kv_heads", "head_dim"),
     "v": (*_LAYER, "num_kv_heads", "head_dim"),
+    "q_bias": ("num_layers", "num_heads", "head_dim", "attention_bias"),
+    **dict.fromkeys(("k_bias", "v_bias"), ("num_layers", "num_kv_heads", "head_dim", "attention_bias")),
     "q_norm": ("num_layers", "num_heads", "head_dim"),
     "k_norm": ("num_layers", "num_kv_heads", "head_dim"),
     "router": (*_LAYER, "num_experts"),
+    "router_bias": ("num_layers", "num_experts"),
+    "shared": (*_LAYER, "shared_intermediate_size"),
+    "shared_gate": _LAYER,
     **dict.fromkeys(("gate", "up", "down"), (*_LAYER, "num_experts", "moe_intermediate_size", "intermediate_size")),
 }
 """Fields of ModelConfig that may affect a parameter's shape or presence."""
@@ -204,7 +209,7 @@ def field_of(leaf: str) -> str:
     """
     path = leaf.split(".")
     matrices = [key.removesuffix(ADAPTER) for key in path]
-    name = next((key for key in reversed(matrices) if key in _SHAPED_BY), None)
+    name = "shared" if "shared" in path else next((key for key in reversed(matrices) if key in _SHAPED_BY), None)
     fields = [] if name is None else list(_SHAPED_BY[name])
     where = (
         [] if matrices == path else [f"adapter.{of}{field}" for of in ("", "expert_") for field in ("rank", "targets")]

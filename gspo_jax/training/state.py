@@ -14,6 +14,7 @@ from jaxtyping import Array, Int
 
 from gspo_jax.errors import UserError
 from gspo_jax.models.critic import Critic, first_params
+from gspo_jax.models.moe import Buffer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.types import Weights
 
@@ -68,7 +69,7 @@ def make_optimizer(
     """Build AdamW with global-norm gradient clipping, and its learning-rate schedule.
 
     `schedule` is "constant" or "cosine" (to zero at `total_updates`), after a linear warm-up. Parameters with a word of
-    `no_decay` in their path do not decay.
+    `no_decay` in their path do not decay, and neither do buffers.
 
     Raises:
       UserError: the schedule or a word is unknown.
@@ -78,9 +79,11 @@ def make_optimizer(
             raise UserError(f"no_decay has {word!r}; use some of {', '.join(NO_DECAY)}, or () to decay everything")
 
     def decays(params: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: not any(word in jax.tree_util.keystr(path) for word in no_decay), params
-        )
+        def one(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
+            kept = isinstance(leaf, Buffer) or any(word in jax.tree_util.keystr(path) for word in no_decay)
+            return jax.tree.map(lambda _: not kept, leaf)
+
+        return jax.tree_util.tree_map_with_path(one, params, is_leaf=lambda x: isinstance(x, Buffer))
 
     if schedule == "constant":
         after = optax.constant_schedule(learning_rate)

@@ -45,9 +45,10 @@ class Penalties:
     """Coefficient of the entropy bonus; positive rewards entropy."""
     balance: float = 0.0
     """Coefficient of the load-balancing loss E Σ_e f_e p_e, mean over routed layers. f is each expert's share of the
-    old policy's (token, expert) pairs over the mini-batch (arXiv 2501.11873), p the current router's probability."""
+    old policy's (token, expert) pairs over the mini-batch (arXiv 2501.11873), p the current router's probability; of a
+    sigmoid router σ_e / Σσ, as in DeepSeek-V3."""
     router_z: float = 0.0
-    """Coefficient of the router z-loss."""
+    """Coefficient of the router z-loss, of the logits whatever the scores."""
 
 
 class Seen(NamedTuple):

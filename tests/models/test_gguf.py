@@ -79,7 +79,8 @@ def write(
         scaling = Llama3Rope(
             factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
         )
-        writer.add_tensor(reader.ROPE, np.asarray(plain / scaling.stretch(plain), np.float32))
+        stretched = scaling.frequencies(config.rope_theta, config.head_dim)
+        writer.add_tensor(reader.ROPE, np.asarray(plain / stretched, np.float32))
     backend = json.loads(tokenizer._backend.to_str())
     vocabulary = sorted(backend["model"]["vocab"], key=backend["model"]["vocab"].get)
     writer.add_tokenizer_model("gpt2")

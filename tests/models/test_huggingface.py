@@ -156,6 +156,61 @@ def test_config() -> None:
     assert {name: huggingface.read_config(GOLDEN / name) for name in NAMES} == expected
 
 
+LONG = {"rope_type": "yarn", "original_max_position_embeddings": 4096, "rope_theta": 1e4}
+# Of heads of 16: fields, their amplitude by transformers, and its frequencies.
+YARN: dict[str, tuple[dict[str, Any], float, list[float]]] = {
+    "as DeepSeek-V3": (
+        LONG | {"factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}, 1.0,
+        [1.0, 0.3162278, 0.1, 0.02391472, 0.005125, 0.0008498622, 2.5e-05, 7.905694e-06],
+    ),
+    "as Kimi-K2": (
+        LONG | {"factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                "rope_theta": 5e4}, 1.0,
+        [1.0, 0.2586001, 0.06687403, 0.01729363, 0.004472136, 3.614047e-05, 9.34593e-06, 2.416859e-06],
+    ),
+    "as Qwen3": (
+        LONG | {"factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}, 1.138629436,
+        [1.0, 0.1778279, 0.03162278, 0.00421756, 0.0005, 4.445699e-05, 7.905694e-06, 1.405853e-06],
+    ),
+    "not truncated": (
+        LONG | {"factor": 8.0, "original_max_position_embeddings": 2048, "beta_fast": 16, "beta_slow": 2,
+                "mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False}, 0.901783987,
+        [1.0, 0.3162278, 0.1, 0.02577162, 0.003305222, 0.0003952847, 0.000125, 3.952847e-05],
+    ),
+    "a ratio": (
+        LONG | {"factor": None, "original_max_position_embeddings": 2048, "attention_factor": 1.5}, 1.5,
+        [1.0, 0.3162278, 0.1, 0.02470529, 0.005625, 0.001087033, 0.000125, 3.952847e-05],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", YARN)
+def test_yarn(name: str, copy: Callable[[str], pathlib.Path]) -> None:
+    fields, amplitude, frequencies = YARN[name]
+    folder = copy("qwen3")
+    edit(folder / "config.json", rope_parameters=fields, max_position_embeddings=16384)
+    config = huggingface.read_config(folder)
+    np.testing.assert_allclose(config.rope_frequencies(), frequencies, rtol=1e-6)
+    np.testing.assert_allclose(config.rope_amplitude, amplitude, rtol=1e-8)
+    edit(folder / "config.json", **huggingface.config_json(config, np.dtype("float32")))
+    assert huggingface.read_config(folder) == config
+
+
+def test_the_amplitude_multiplies_queries_and_keys(copy: Callable[[str], pathlib.Path]) -> None:
+    """Twice the amplitude is four times the scores: as with norms of queries four times as large."""
+    folder, tokens = copy("qwen3"), reference("qwen3")["tokens"]
+    still = {"rope_type": "yarn", "factor": 1.0, "rope_theta": 1e6}
+    edit(folder / "config.json", rope_parameters=still | {"attention_factor": 2.0})
+    found = logits(load_model(folder)[0], tokens)
+    edit(folder / "config.json", rope_parameters=still)
+
+    def wider(tensors: dict[str, np.ndarray]) -> None:
+        tensors |= {name: 4 * x for name, x in tensors.items() if "q_norm" in name}
+
+    retensor(folder, wider)
+    np.testing.assert_allclose(found, logits(load_model(folder)[0], tokens), rtol=0, atol=1e-4)
+
+
 # Spellings and layouts
 
 
@@ -411,8 +466,11 @@ REFUSALS: dict[str, tuple[str, Callable[[pathlib.Path], Any], str]] = {
     "model_type": ("qwen3", config_edit(model_type="mistral"),
                    'model_type is "mistral"; supported: only "llama" and "olmoe" and "qwen3" and "qwen3_moe"'),
     "no model_type": ("qwen3", config_edit(model_type=...), "model_type is null; supported"),
-    "rope scaling": ("qwen3", config_edit(rope_parameters=..., rope_scaling={"rope_type": "yarn", "factor": 4.0}),
-                     'rope_scaling is {"rope_type": "yarn", "factor": 4.0}; supported: only rope_type "default"'),
+    "rope scaling": ("qwen3", config_edit(rope_parameters=..., rope_scaling={"rope_type": "linear", "factor": 4.0}),
+                     'rope_scaling is {"rope_type": "linear", "factor": 4.0}; supported: only rope_type "default"'),
+    "yarn, upside down": ("qwen3", config_edit(rope_parameters=LONG | {"factor": 4.0, "beta_slow": 40.0}),
+                          "config.json: beta_slow 40 is above beta_fast 32; correct them"),
+    "yarn, negative": ("qwen3", config_edit(rope_parameters=LONG | {"factor": -4.0}), "factor is -4.0; it must be a"),
     "rope scaling 5": ("qwen3", config_edit(rope_parameters=DEFAULT | {"rope_type": "linear"}), "rope_parameters is"),
     "rope, old key": ("qwen3", config_edit(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_scaling is"),
     "rope, upside down": ("llama", config_edit(rope_parameters=LLAMA3 | {"low_freq_factor": 8.0}),

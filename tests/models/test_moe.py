@@ -1,11 +1,18 @@
-"""The router against numbers worked by hand; the layers behind it are in tests/models/test_dispatch.py."""
+"""Routers against numbers worked by hand and in float64; tests/models/test_dispatch.py has the layers behind them."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from flax import nnx
 
+from gspo_jax.errors import UserError
 from gspo_jax.models import moe
-from gspo_jax.models.moe import Routing
+from gspo_jax.models.config import Stack
+from gspo_jax.models.moe import MoE, Routing
+from tests.tiny import CONFIG
 
 route = jax.jit(moe.route, static_argnames=("k", "renormalise"))
 
@@ -73,3 +80,102 @@ def test_native_routes_and_their_gradient_equal_the_same_experts_replayed():
     (again, _), replayed = gradient(logits, Routing(routes.experts))
     assert value == again
     np.testing.assert_allclose(own, replayed, atol=1e-7)
+
+
+SIGMOID = dataclasses.replace(
+    CONFIG, num_experts=12, experts_per_token=3, expert_groups=4, groups_per_token=2, routed_scaling_factor=2.5
+)
+UNGROUPED = dataclasses.replace(SIGMOID, expert_groups=1, groups_per_token=1, norm_topk_prob=False)
+
+
+def chosen(scores, bias, config):
+    """Return one token's experts, by a loop over groups: highest score first."""
+    each, n = scores + bias, config.num_experts // config.expert_groups
+    value = [sum(sorted(each[g * n : (g + 1) * n])[-2:]) for g in range(config.expert_groups)]
+    groups = sorted(range(config.expert_groups), key=lambda g: -value[g])[: config.groups_per_token]
+    allowed = [e for e in range(config.num_experts) if config.expert_groups == 1 or e // n in groups]
+    best = sorted(allowed, key=lambda e: -each[e])[: config.experts_per_token]
+    return sorted(best, key=lambda e: -scores[e])
+
+
+@pytest.mark.parametrize("config", [SIGMOID, UNGROUPED], ids=["groups", "plain"])
+def test_the_sigmoid_router_in_float64(config):
+    """Choice by score + bias within groups; weights of scores alone, at native and replayed experts; what is asked."""
+    rng = np.random.default_rng(0)
+    E, K, shape = config.num_experts, config.experts_per_token, (2, 20)
+    logits, bias, load = 2 * rng.standard_normal((*shape, E)), rng.normal(0, 0.3, E), rng.dirichlet(np.ones(E))
+    replay = np.array([[rng.permutation(E)[:K] for _ in range(20)] for _ in range(2)])
+    replay[0, 0, 1] = -1
+    scores = 1 / (1 + np.exp(-logits))
+    p = scores / scores.sum(axis=-1, keepdims=True)
+    native = np.array([[chosen(token, bias, config) for token in row] for row in scores])
+    assert (native != np.argsort(-scores)[..., :K]).any(), "the bias changes the choice"
+    used = np.where((replay < 0).any(axis=-1, keepdims=True), native, replay)
+    asked = Routing(*map(jnp.asarray, (replay, replay, load)))
+    found = {}
+    for name, ids, of in (("native", native, None), ("replayed", used, asked)):
+        routes, weights = found[name] = moe.sigmoid_router(jnp.asarray(logits), config, of, jnp.asarray(bias))
+        own = np.take_along_axis(scores, ids, -1)
+        own = own / own.sum(axis=-1, keepdims=True) if config.norm_topk_prob else own
+        np.testing.assert_array_equal(routes.experts, ids)
+        np.testing.assert_array_equal(routes.chosen, native)
+        np.testing.assert_allclose(weights, 2.5 * own, rtol=2e-6)
+        np.testing.assert_allclose(routes.logprobs, np.log(np.take_along_axis(p, ids, -1)), atol=2e-6)
+        np.testing.assert_allclose(routes.z, np.log(np.exp(logits).sum(axis=-1)) ** 2, rtol=1e-5, atol=1e-6)
+    routes, _ = found["replayed"]
+    watched = np.where(replay >= 0, np.log(np.take_along_axis(p, np.maximum(replay, 0), -1)), 0)
+    np.testing.assert_allclose(routes.watched, watched, atol=2e-6)
+    np.testing.assert_allclose(routes.balance, E * (p * load).sum(axis=-1), rtol=2e-6)
+
+
+def test_the_gradient_of_sigmoid_weights():
+    """w_i = c σ_i / Σ σ, so ∂w_i/∂z_j = (1 − σ_j) w_j (δ_ij − w_i / c) at the experts used, and no bias has one."""
+    z, bias = jnp.asarray([[[0.3, -1.0, 0.5, 2.0]]]), jnp.asarray([0.0, 1.0, 0.0, -1.0])
+    config = dataclasses.replace(UNGROUPED, num_experts=4, experts_per_token=2, norm_topk_prob=True)
+
+    def first(z, bias, asked):
+        return moe.sigmoid_router(z, config, asked, bias)[1][0, 0, 0]
+
+    for asked, (i, j) in ((None, (2, 1)), (Routing(jnp.asarray([[[3, 0]]])), (3, 0))):
+        dz, db = jax.grad(first, argnums=(0, 1))(z, bias, asked)
+        s = 1 / (1 + np.exp(-np.asarray(z[0, 0], np.float64)))
+        share = s[i] / (s[i] + s[j])
+        expected = np.zeros(4)
+        expected[i], expected[j] = (2.5 * share * (1 - share) * np.array([1 - s[i], -(1 - s[j])])).tolist()
+        np.testing.assert_allclose(dz[0, 0], expected, atol=1e-6)
+        assert not db.any()
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_shared_experts_stand_beside_routed_ones(gated):
+    stack = Stack(layers=1, attention=nnx.Module, feed_forward=MoE, width=8, experts=4, experts_per_token=2)
+    config, rng = dataclasses.replace(CONFIG, num_experts=4, experts_per_token=2), np.random.default_rng(0)
+    with_shared = dataclasses.replace(stack, shared_width=6)
+    make = {"choose": moe.softmax_router, "rngs": nnx.Rngs(0)}
+    layer = MoE(config, with_shared, "gather", gated=gated, **make)
+    layer = jax.tree.map(lambda w: jnp.asarray(rng.normal(0, 0.5, w.shape[1:]), jnp.float32), layer)
+    x = rng.standard_normal((1, 3, config.hidden_size))
+    y, _ = layer(jnp.asarray(x, jnp.float32), jnp.ones((1, 3), bool))
+    assert layer.shared is not None
+    without = MoE(config, stack, "gather", **make)
+    nnx.update(without, nnx.filter_state(nnx.state(layer), lambda path, _: path[0] in ("router", "gate", "up", "down")))
+    routed, _ = without(jnp.asarray(x, jnp.float32), jnp.ones((1, 3), bool))
+    gate, up, down = (np.asarray(w[...], np.float64) for w in (layer.shared.gate, layer.shared.up, layer.shared.down))
+    expected = (x @ gate) / (1 + np.exp(-(x @ gate))) * (x @ up) @ down
+    if gated:
+        expected = expected / (1 + np.exp(-(x @ np.asarray(layer.shared_gate[...], np.float64))))
+    np.testing.assert_allclose(y - routed, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"groups_per_token": 5}, "groups_per_token 5 is outside 1 to expert_groups 4; choose one inside"),
+        ({"expert_groups": 5}, "expert_groups 5 does not divide the 12 experts .*; use one of 1, 2, 3, 4, 6"),
+        ({"expert_groups": 12}, "into groups of two or more; use one of 1, 2, 3, 4, 6"),
+        ({"experts_per_token": 7}, "groups_per_token 2 has 6 experts to choose 7 from; use 3 or more"),
+    ],
+)
+def test_impossible_groups(change, says):
+    with pytest.raises(UserError, match=says):
+        dataclasses.replace(SIGMOID, **change)

@@ -345,7 +345,7 @@ def test_coming_back_to_the_host_changes_no_bit(pool):
         pieces = PolledDecode(graph=GRAPH, **options, poll_steps=16)
         found = pieces(copy, prefilled, keys, limits, prompt_length=batch.tokens.shape[1], poll=lambda: polls.append(0))
         for part in polled.begin_piece(pieces, copy, (prefilled, keys, limits))[1]:
-            spread = NamedSharding(mesh, PartitionSpec(*polled.POOLS[: part.ndim]))
+            spread = NamedSharding(mesh, polled.pool_spec(part.shape))
             assert part.sharding.is_equivalent_to(spread, part.ndim)
         pieces = PolledDecode(graph=GRAPH, **options | {"min_ended": 0.5}, poll_steps=16)
         cut = pieces(copy, prefilled, keys, limits, prompt_length=batch.tokens.shape[1], poll=lambda: None)
