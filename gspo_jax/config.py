@@ -90,7 +90,8 @@ def base() -> ConfigDict:
     config.data.instruction = placeholder(str)  # text appended to the last user turn, None: the task's own
     config.data.few_shot = ""  # file of worked examples, as turns before every prompt
     config.data.shots = 0  # use only the first N examples, 0: all
-    config.data.enable_thinking = placeholder(bool)  # for chat templates with this option (Qwen3). None: their default
+    # For chat templates that switch thinking, such as those of Qwen3, GLM and DeepSeek-V3.1. None: their default.
+    config.data.enable_thinking = placeholder(bool)
     # Time for chat templates that ask, "2026-12-24" or "2026-12-24T18:30".
     config.data.clock = CLOCK
 
@@ -138,7 +139,8 @@ def base() -> ConfigDict:
     config.environment = ConfigDict()  # episodes of several turns
     config.environment.name = ""  # replies to turns, e.g. "countdown_feedback". Empty: one turn, no replies
     config.environment.turns = 2  # maximum turns of the policy per episode
-    config.environment.tool_format = ""  # of tool calls: hermes, qwen3_coder or glm. Empty: as the chat template has it
+    # Of tool calls: hermes, qwen3_coder, glm, deepseek, kimi, mistral or granite. Empty: as the chat template has it.
+    config.environment.tool_format = ""
     # Partial rollouts: seconds that a sampling call waits for replies. Episodes without one wait while others go on.
     config.environment.patience_s = 1.0
 

@@ -4,11 +4,11 @@ Whatever a policy writes is a call or an error that can be sent back as the tool
 runs the calls, and how replies become tokens (`data.tokenizer.Tokenizer.reply`), is not here.
 """
 
+import dataclasses
 import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -22,9 +22,15 @@ from gspo_jax import thoughts
 from gspo_jax.errors import UserError, nearest
 from gspo_jax.limited import quoted
 
+_DEEPSEEK = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end"))
+_KIMI = tuple(
+    f"<|tool_{name}|>"
+    for name in ("calls_section_begin", "call_begin", "call_argument_begin", "call_end", "calls_section_end")
+)
+_MISTRAL, _GRANITE = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), "<|tool_call|>"
 MARKS = frozenset(
     f"<{slash}{name}>" for name in ("tool_call", "tool_response", "arg_key", "arg_value") for slash in ("", "/")
-)
+) | {*_DEEPSEEK, *_KIMI, *_MISTRAL, _GRANITE}
 """Marks of calls and replies. Some may be a tokenizer's added tokens."""
 MOST_CALLS = 32
 """Calls per turn. One more is an error, and is the last."""
@@ -40,6 +46,17 @@ _PARAMETER_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>))")
 _GLM_NAME = re.compile(r"\s*([^<>\n]*)")
 _GLM_KEY = re.compile(r"<arg_key>([^<>\n]*)</arg_key>\s*<arg_value>")
 _GLM_VALUE_END = re.compile(r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>))")
+_NAMED = r"\s*+(?P<name>[^<>{}\[\]`\n]{0,200}?)\s*+"
+_DEEPSEEK_HEAD = re.compile(  # of V3.1: name, mark, JSON. Of V3 and R1: "function", mark, name, JSON in a fence
+    rf"(?:{_DEEPSEEK[0]}\s*)?{_DEEPSEEK[1]}(?:\s*function{_DEEPSEEK[2]}(?=[^{{`\n]{{0,200}}+\s*+```))?{_NAMED}"
+    rf"(?:{_DEEPSEEK[2]}|(?P<fence>```)json)"
+)
+_KIMI_HEAD = re.compile(
+    rf"(?:{re.escape(_KIMI[0])}\s*)?{re.escape(_KIMI[1])}\s*+"
+    rf"(?P<id>(?:functions\.)?{_NAMED}(?::[0-9]+)?)\s*{re.escape(_KIMI[2])}"
+)
+_MISTRAL_HEAD = re.compile(rf"\[TOOL_CALLS\]{_NAMED}(?:\[CALL_ID\](?P<id>[A-Za-z0-9]*)\s*)?\[ARGS\]")
+_MISTRAL_ID = re.compile("[A-Za-z0-9]{9}")
 _SHOWN_ERRORS = 3
 _NONE: dict[str, Any] = {"type": "object", "properties": {}}
 _NO_SCHEMA = "const", "default", "enum", "examples"
@@ -47,7 +64,7 @@ _NO_SCHEMA = "const", "default", "enum", "examples"
 _UNCLOSED = f"it does not end with {_CLOSE}"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Call:
     """A tool call."""
 
@@ -57,6 +74,8 @@ class Call:
     """Checked against the tool's schema; empty if there is an `error`."""
     error: str = ""
     """A reply to the policy that says why the call cannot be run. "" if it can."""
+    id: str = dataclasses.field(default="", compare=False)
+    """As the policy wrote it, for the reply; "" in a format without ids."""
 
 
 class Turn(NamedTuple):
@@ -146,13 +165,13 @@ def parse(turn: str, form: str, tools: Tools, *, before: str = "") -> Turn:
             continue
         if scan.unopened > (starts[0] if starts else 0):
             starts, calls, text = [], [], None
-        if (tries := tries + 1) > MOST_CALLS:
+        text = turn[scan.begin : found.start()] if text is None else text
+        own, at = read(turn, found.start(), tools)
+        starts.append(found.start())
+        calls += own[: MOST_CALLS - tries]
+        if (tries := tries + len(own)) > MOST_CALLS:
             calls.append(_error("", f"a turn may have at most {MOST_CALLS} tool calls"))
             break
-        text = turn[scan.begin : found.start()] if text is None else text
-        call, at = read(turn, found.start(), tools)
-        starts.append(found.start())
-        calls.append(call)
     else:
         scan.read(at, len(turn))
         if scan.unopened > (starts[0] if starts else 0):
@@ -171,26 +190,97 @@ def _hermes(turn: str, start: int, tools: Tools) -> tuple[Call, int]:
         return _error("", f"it is not valid JSON: {_why(error, begin)}" if closed else _UNCLOSED), end
     behind = _behind_space(turn, end)
     name = found.get("name") if isinstance(found, dict) else None
-    shown = name if isinstance(name, str) else ""
     if not turn.startswith(_CLOSE, behind):
         end, closed = _next_close(turn, behind)
+        shown = name if isinstance(name, str) else ""
         return _error(shown, "there is text after the JSON object" if closed else _UNCLOSED), end
-    end = behind + len(_CLOSE)
+    return _of_object(found, tools), behind + len(_CLOSE)
+
+
+def _of_object(found: Any, tools: Tools) -> Call:
+    """Return the call that a JSON object with its name and its arguments is."""
+    name = found.get("name") if isinstance(found, dict) else None
     if not isinstance(found, dict):
-        return _error("", 'it is not a JSON object with "name" and "arguments"'), end
+        return _error("", 'it is not a JSON object with "name" and "arguments"')
     if not isinstance(name, str) or not name:
-        return _error("", 'it has no "name"'), end
+        return _error("", 'it has no "name"')
     if "arguments" not in found:
-        return _error(name, 'it has no "arguments"'), end
-    arguments = found["arguments"]
+        return _error(name, 'it has no "arguments"')
+    return _of_arguments(name, found["arguments"], tools)
+
+
+def _of_arguments(name: str, arguments: Any, tools: Tools) -> Call:
     if isinstance(arguments, str):  # some models encode them twice
         try:
             arguments = _decoded(arguments)
         except (ValueError, RecursionError) as error:
-            return _error(name, f'"arguments" is a string that is not valid JSON: {_why(error)}'), end
+            return _error(name, f'"arguments" is a string that is not valid JSON: {_why(error)}')
     if not isinstance(arguments, dict):
-        return _error(name, '"arguments" is not a JSON object'), end
-    return _checked_call(name, arguments, tools), end
+        return _error(name, '"arguments" is not a JSON object')
+    return _checked_call(name, arguments, tools)
+
+
+def _headed(turn: str, start: int, tools: Tools, head: re.Pattern[str], opening: str, closing: str) -> tuple[Call, int]:
+    """Read a call whose `head` has its name, and perhaps its id, and whose arguments are a JSON object behind it."""
+    found = head.match(turn, start)
+    groups = {} if found is None else found.groupdict()
+    name, fence = groups.get("name", ""), groups.get("fence") or ""
+    begin = turn.index(opening, start) + len(opening) if found is None else _behind_space(turn, found.end())
+
+    def failed(why: str, at: int) -> tuple[Call, int]:
+        end, closed = _next_close(turn, at, opening, closing)
+        error = _error(name, why if closed else f"it does not end with {closing}")
+        return dataclasses.replace(error, id=groups.get("id") or ""), end
+
+    if found is None:
+        return failed("the mark of its arguments is missing", begin)
+    try:
+        arguments, end = _DECODER.raw_decode(turn, begin)
+    except (ValueError, RecursionError) as error:
+        return failed(f"its arguments are not valid JSON: {_why(error, begin)}", begin)
+    end = _behind_space(turn, end)
+    behind = _behind_space(turn, end + len(fence)) if turn.startswith(fence, end) else end
+    if not turn.startswith(closing, behind):
+        return failed("there is text after the JSON object", behind)
+    call = _of_arguments(name, arguments, tools) if name else _error("", "it has no name")
+    return dataclasses.replace(call, id=groups.get("id") or ""), behind + len(closing)
+
+
+def _deepseek(turn: str, start: int, tools: Tools) -> tuple[Call, int]:
+    return _headed(turn, start, tools, _DEEPSEEK_HEAD, _DEEPSEEK[1], _DEEPSEEK[3])
+
+
+def _kimi(turn: str, start: int, tools: Tools) -> tuple[Call, int]:
+    return _headed(turn, start, tools, _KIMI_HEAD, _KIMI[1], _KIMI[3])
+
+
+def _mistral(turn: str, start: int, tools: Tools) -> tuple[list[Call], int]:
+    """Read a list of calls or, of later models, one call with its name before its arguments."""
+    if _MISTRAL_HEAD.match(turn, start) is None:
+        return _listed(turn, start + len(_MISTRAL[0]), tools)
+    call, end = _headed(turn, start, tools, _MISTRAL_HEAD, _MISTRAL[0], "")
+    return [_with_id(call, call.id)], end
+
+
+def _granite(turn: str, start: int, tools: Tools) -> tuple[list[Call], int]:
+    return _listed(turn, start + len(_GRANITE), tools)
+
+
+def _listed(turn: str, start: int, tools: Tools) -> tuple[list[Call], int]:
+    """Read a JSON list of calls."""
+    begin = _behind_space(turn, start)
+    try:
+        found, end = _DECODER.raw_decode(turn, begin)
+    except (ValueError, RecursionError) as error:
+        return [_error("", f"it is not valid JSON: {_why(error, begin)}")], begin
+    if not isinstance(found, list) or not found:
+        return [_error("", 'it is not a JSON list of objects with "name" and "arguments"')], end
+    return [_with_id(_of_object(each, tools), each.get("id") if isinstance(each, dict) else "") for each in found], end
+
+
+def _with_id(call: Call, id: Any) -> Call:
+    """Return a call with its id if it is one that Mistral's templates take."""
+    return dataclasses.replace(call, id=id if isinstance(id, str) and _MISTRAL_ID.fullmatch(id) else "")
 
 
 def _qwen3_coder(turn: str, start: int, tools: Tools) -> tuple[Call, int]:
@@ -242,15 +332,31 @@ def _glm(turn: str, start: int, tools: Tools) -> tuple[Call, int]:
     return (_checked_call(name, arguments, tools) if name else _error("", "it has no name")), at + len(_CLOSE)
 
 
-_Reader = Callable[[str, int, Tools], tuple[Call, int]]
-"""(turn, where a call begins, tools) -> the call, and where it ends."""
+_Reader = Callable[[str, int, Tools], tuple[list[Call], int]]
+"""(turn, where calls begin, tools) -> the calls, and where they end."""
+
+
+def _one(read: Callable[[str, int, Tools], tuple[Call, int]]) -> _Reader:
+    def reader(turn: str, start: int, tools: Tools) -> tuple[list[Call], int]:
+        call, end = read(turn, start, tools)
+        return [call], end
+
+    return reader
+
+
 _READERS: dict[str, tuple[re.Pattern[str], _Reader]] = {
-    "hermes": (re.compile(_OPEN), _hermes),
-    "qwen3_coder": (re.compile(f"{_OPEN}|<function="), _qwen3_coder),  # the model may leave out the first
-    "glm": (re.compile(_OPEN), _glm),
+    "hermes": (re.compile(_OPEN), _one(_hermes)),
+    "qwen3_coder": (re.compile(f"{_OPEN}|<function="), _one(_qwen3_coder)),  # the model may leave out the first
+    "glm": (re.compile(_OPEN), _one(_glm)),
+    "deepseek": (re.compile(rf"(?:{_DEEPSEEK[0]}\s*)?{_DEEPSEEK[1]}"), _one(_deepseek)),
+    "kimi": (re.compile(rf"(?:{re.escape(_KIMI[0])}\s*)?{re.escape(_KIMI[1])}"), _one(_kimi)),
+    "mistral": (re.compile(re.escape(_MISTRAL[0])), _mistral),
+    "granite": (re.compile(re.escape(_GRANITE)), _granite),
 }
 FORMATS = tuple(_READERS)
-"""JSON of Hermes, Qwen 2.5 and Qwen3; XML of Qwen3-Coder and Qwen 3.5; keys and values of GLM 4.5 to 5."""
+"""JSON of Hermes, Qwen 2.5 and Qwen3; XML of Qwen3-Coder and Qwen 3.5; keys and values of GLM 4.5 to 5; names and JSON
+of DeepSeek-V3 and R1; ids and JSON of Kimi-K2; lists of Mistral, names and JSON of its later models; lists of
+Granite 3."""
 TRIAL_NAME = "trial_tool"
 _TRIAL = TRIAL_NAME, {"text": "a b", "number": 7}
 TRIAL_TOOLS: list[dict[str, Any]] = [
@@ -282,6 +388,29 @@ def format_of(written: str) -> str | None:
     return next((form for form in FORMATS if parse(written, form, tools).calls == [Call(*_TRIAL)]), None)
 
 
+def with_named_ids(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation whose calls have ids as Kimi's, functions.NAME:NUMBER, and whose replies name them.
+
+    Such ids stay as they are. A reply without the id of a call before it answers the first call that has no reply.
+    """
+    found, named, open_calls = [], {}, []
+    for turn in turns:
+        own = dict(turn)
+        if turn.get("tool_calls"):
+            calls = own["tool_calls"] = [dict(call) for call in turn["tool_calls"]]
+            for call in calls:
+                given, prefix = call.get("id"), f"functions.{call['function']['name']}:"
+                call["id"] = given if str(given).startswith(prefix) else f"{prefix}{len(named)}"
+                named[given if given is not None else call["id"]] = call["id"]
+                open_calls.append(call["id"])
+        elif turn["role"] == "tool" and open_calls:
+            answered = named.get(turn.get("tool_call_id"), open_calls[0])
+            own["tool_call_id"] = answered
+            open_calls = [call for call in open_calls if call != answered]
+        found.append(own)
+    return found
+
+
 def _checked_call(name: str, arguments: dict[str, Any], tools: Tools) -> Call:
     if name not in tools.names:
         near = nearest(name, tools.names)
@@ -304,12 +433,12 @@ def _error(name: str, why: str) -> Call:
     return Call(name, {}, f"Error: the tool call{of} cannot be run: {why}.")
 
 
-def _next_close(turn: str, at: int) -> tuple[int, bool]:
+def _next_close(turn: str, at: int, opened: str = _OPEN, closed: str = _CLOSE) -> tuple[int, bool]:
     """Return where a malformed call ends, and whether it is closed: at the next mark of a call, or the turn's end."""
-    closing, opening = turn.find(_CLOSE, at), turn.find(_OPEN, at)
+    closing, opening = turn.find(closed, at), turn.find(opened, at)
     if closing < 0 or 0 <= opening < closing:
         return (len(turn) if opening < 0 else opening), False
-    return closing + len(_CLOSE), True
+    return closing + len(closed), True
 
 
 def _behind_space(turn: str, at: int) -> int:

@@ -67,6 +67,17 @@ FILES = (
     "generation_config.json",
 )
 """Tokenizer files of a Hugging Face folder, not all required."""
+_SAVED = "AutoTokenizer.from_pretrained({folder}).save_pretrained({folder})"
+_CONVERTED = {
+    "tiktoken.model": "integrations.tiktoken.convert_tiktoken_to_fast(AutoTokenizer.from_pretrained({folder}, "
+    "trust_remote_code=True).model, {folder}), for which it needs tiktoken and blobfile",
+    "tokenizer.model": f"{_SAVED}, for which it needs sentencepiece",
+    "merges.txt": _SAVED,
+}
+"""How tokenizer.json comes of other files: Kimi's and Moonlight's, SentencePiece's, and older byte-pair encodings'."""
+_FAST = "give a folder with a fast (tokenizers) tokenizer"
+THINKING = "enable_thinking", "thinking"
+"""Variables by which chat templates switch thinking: of Qwen3, Qwen3.5 and GLM; of DeepSeek-V3.1 and Granite."""
 GUARD = "\ufdd0"
 """Mark by which `encode` takes a special token for plain text, a Unicode noncharacter."""
 _ALIAS = "\ufdd1%d\ufdd2"
@@ -74,6 +85,7 @@ _ALIAS = "\ufdd1%d\ufdd2"
 _NO_CHARACTERS = re.compile("[\ufdd0-\ufdd2]")
 _SAID = "\N{OBJECT REPLACEMENT CHARACTER}"
 _ARGUMENT = "said in a call"
+_TRIAL_TURNS: list[Message] = [{"role": "user", "content": "?"}, tool_calls.TRIAL_CALL]
 _CONTENTS = "content", "reasoning_content"
 _NO_TOOLS = "the chat template writes no tools; use a model whose own does, or give its folder a chat_template.jinja"
 _MARKS = thoughts.MARKS | tool_calls.MARKS
@@ -328,6 +340,8 @@ class Tokenizer:
             raise UserError(_NO_TOOLS)
         if self._template is None:
             return [_joined(messages) for messages in conversations]
+        if any("tool_calls" in turn for turns in conversations for turn in turns) and self._writes_ids:
+            conversations = [tool_calls.with_named_ids(turns) for turns in conversations]
         if self._in_parts:
             conversations = [[chat.in_parts(message) for message in messages] for messages in conversations]
         texts = self._template.render(conversations, tools=tools, **self._given(add_generation_prompt))
@@ -338,13 +352,29 @@ class Tokenizer:
         ]
 
     @functools.cached_property
+    def ignores_thinking(self) -> bool:
+        """True if the chat template writes the same prompt with thinking and without."""
+        if self._template is None:
+            return False
+        turn = chat.in_parts(_TRIAL_TURNS[0]) if self._in_parts else _TRIAL_TURNS[0]
+        given = self._given(add_generation_prompt=True)
+        on, off = (given | dict.fromkeys(THINKING, thinks) for thinks in (True, False))
+        return self._template.render([[turn]], **on) == self._template.render([[turn]], **off)
+
+    @functools.cached_property
     def takes_tools(self) -> bool:
         """True if the chat template writes the tools that it is given."""
         return self._is_trial_written([{"role": "user", "content": "?"}], tool_calls.TRIAL_TOOLS)
 
     @functools.cached_property
     def _writes_calls(self) -> bool:
-        return self._is_trial_written([{"role": "user", "content": "?"}, tool_calls.TRIAL_CALL], None)
+        return self._writes_ids or self._is_trial_written(_TRIAL_TURNS, None)
+
+    @functools.cached_property
+    def _writes_ids(self) -> bool:
+        """True if the chat template writes the ids of calls in place of their names, as Kimi-K2-Thinking's does."""
+        named = tool_calls.with_named_ids(_TRIAL_TURNS)
+        return not self._is_trial_written(_TRIAL_TURNS, None) and self._is_trial_written(named, None)
 
     def _is_trial_written(self, turns: Sequence[Message], tools: ToolSchemas | None) -> bool:
         if self._template is None:
@@ -548,7 +578,9 @@ def read_vocabulary(folder: Path) -> dict[int, str]:
 def _read_backend(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     path = folder / "tokenizer.json"
     if not foreign.is_file(path, inside=folder):
-        raise UserError(f"{folder} has no tokenizer.json; give a folder with a fast (tokenizers) tokenizer")
+        written = next((how for name, how in _CONVERTED.items() if foreign.is_file(folder / name, inside=folder)), None)
+        remedy = f"write it with transformers: {written.format(folder=repr(str(folder)))}" if written else _FAST
+        raise UserError(f"{folder} has no tokenizer.json; {remedy}")
     backend, settings = backends.load(path), added_tokens.read_settings(folder)
     added_tokens.add(backend, folder, settings)
     return backend, settings

@@ -10,6 +10,7 @@ from typing import Any
 
 from gspo_jax import foreign
 from gspo_jax.errors import UserError
+from gspo_jax.models import fp8
 from gspo_jax.models.config import Llama3Rope, ModelConfig, Rope, YarnRope
 
 CONFIG = "config.json"
@@ -32,7 +33,6 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "sliding_window": (None,),
     "layer_types": (["full_attention"], []),
     "partial_rotary_factor": (1, None),
-    "quantization_config": (None,),
 }
 """Fields that would change the computation, with the values that every family implements."""
 
@@ -45,7 +45,11 @@ class ConfigJson:
     fields: Mapping[str, Any]
 
     def check(self, supported: Mapping[str, tuple[Any, ...]]) -> None:
-        """Raise a UserError for the first unlisted value. An absent field has the first listed."""
+        """Raise a UserError for the first unlisted value. An absent field has the first listed.
+
+        Quantised weights must be those that `fp8` reads.
+        """
+        fp8.blocks(self.file, self.fields.get("quantization_config"))
         facts = dict(self.fields)
         facts["sliding_window"] = facts.get("sliding_window") if facts.get("use_sliding_window") else None
         types = facts.get("layer_types") or []

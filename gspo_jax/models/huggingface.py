@@ -1,7 +1,8 @@
 """Hugging Face folders: config.json and safetensors.
 
-Each process reads only the slices that its devices hold. Not here: the tokenizer (data/), quantised weights, all but
-full attention with plain or Llama 3's RoPE. Unimplemented features are refused by name, never ignored.
+Each process reads only the slices that its devices hold. Not here: the tokenizer (data/), quantised weights other than
+those in fp8's blocks, all but full attention with plain or Llama 3's RoPE. Unimplemented features are refused by name,
+never ignored.
 """
 
 import collections

@@ -15,13 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
 from gspo_jax import foreign, signals
 from gspo_jax.errors import UserError
-from gspo_jax.models import int8
+from gspo_jax.models import fp8, int8
 from gspo_jax.models.config import Latent, ModelConfig
 from gspo_jax.models.config_json import CONFIG, read_if_any, read_json
 
@@ -246,14 +245,14 @@ _MAPPED = 2**28
 _COMPARED = 4096
 """Rows compared at a time."""
 
+_FLOATS = "F32", "BF16", "F16", "F64"
 
-def _predict_further(folder: pathlib.Path) -> tuple[str, ...]:
-    """Return how the names of layers begin that predict a text's tokens after the next one, as in DeepSeek-V3."""
-    fields = read_if_any(folder / CONFIG)
-    first, count = fields.get("num_hidden_layers"), fields.get("num_nextn_predict_layers")
-    if not isinstance(first, int) or not isinstance(count, int):
-        return ()
-    return tuple(f"model.layers.{first + i}." for i in range(count))
+
+def _left_out(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return how the names of tensors that no text model here has begin, and what they are for, by a config.json."""
+    first, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers", config.get("num_mtp_layers"))
+    layers = range(first, first + min(count, 64)) if isinstance(first, int) and isinstance(count, int) else ()
+    return _LEFT_OUT | {f"model.layers.{i}.": _LEFT_OUT["mtp."] for i in layers}
 
 
 @functools.cache
@@ -263,7 +262,7 @@ def _say_once(text: str) -> None:
 
 
 class Checkpoint:
-    """The tensors of a folder. Raises a UserError for a missing or damaged file."""
+    """The tensors of a folder, those in fp8 dequantised. Raises a UserError for a missing or damaged file."""
 
     def __init__(self, folder: pathlib.Path, stack: contextlib.ExitStack):
         self.folder = folder
@@ -271,14 +270,18 @@ class Checkpoint:
         """File name of each tensor."""
         self._opened: dict[str, Any] = {}
         self._read = 0
+        config = read_if_any(folder / CONFIG)
+        self._blocks = fp8.blocks(folder / CONFIG, config.get("quantization_config"))
+        self._places: dict[str, dict[str, fp8.Place]] = {}
         stack.callback(self._close)
         for name in self._file_names():
             if not foreign.is_file(folder / name, inside=folder):
                 raise UserError(f"{folder / name} does not exist though {INDEX} names it; download it again")
             self.files |= dict.fromkeys(self._open(name).keys(), name)
-        if left := [name for name in self.files if name.startswith(_predict_further(folder))]:
-            _say_once(f"{folder}: left out {len(left)} tensors of layers for multi-token prediction, such as {left[0]}")
-            self.files = {name: file for name, file in self.files.items() if name not in left}
+        for prefix, purpose in _left_out(config).items():
+            if left := {name for name in self.files if name.startswith(prefix)}:
+                _say_once(f"{folder}: {len(left)} tensors {prefix}* are left out ({purpose})")
+                self.files = {name: file for name, file in self.files.items() if name not in left}
 
     def _open(self, name: str) -> Any:
         if name not in self._opened:
@@ -314,11 +317,13 @@ class Checkpoint:
     def check(self, expected: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
         """Raise a UserError unless the folder holds exactly the expected tensors, with these shapes, as floats.
 
-        A `tied` model's checkpoint may also hold its head, if equal to the embedding.
+        A `tied` model's checkpoint may also hold its head, if equal to the embedding; a matrix in fp8 has its scales.
         """
-        head = _MODEL["head"].tensor
+        head, scales = _MODEL["head"].tensor, set()
         for name, shape in expected.items():
             if name not in self.files:
+                if (packed := self._packed(name)) is not None:
+                    raise UserError(f"{self.folder} holds {packed}, quantised, in place of {name}; {fp8.REMEDY}")
                 remedy = ", or set tie_word_embeddings to true there if it is the embedding" if name == head else ""
                 asked = f"{self.folder} has no tensor {name}, which its {CONFIG} asks for"
                 raise UserError(f"{asked}; download it again{remedy}")
@@ -327,13 +332,12 @@ class Checkpoint:
             if tuple(found.get_shape()) != shape:
                 has = list(found.get_shape())
                 raise UserError(f"{self.folder / file}: {name} is {has}, {CONFIG} says {list(shape)}; download both")
-            if found.get_dtype() not in ("F32", "BF16", "F16", "F64"):
-                raise UserError(f"{self.folder / file}: {name} is {found.get_dtype()}; supported: F32, BF16, F16, F64")
-        beside = {name for name in self.files if name.startswith(tuple(_LEFT_OUT))}
-        for prefix, purpose in _LEFT_OUT.items():
-            if count := sum(name.startswith(prefix) for name in beside):
-                logging.warning("%s: %d tensors %s* are left out (%s)", self.folder, count, prefix, purpose)
-        if extra := sorted(self.files.keys() - expected.keys() - beside - ({head} if tied else set())):
+            if found.get_dtype() == fp8.DTYPE:
+                scales.add(self._checked_scale(name, shape))
+            elif (kind := found.get_dtype()) not in _FLOATS:
+                supported = f"supported: {', '.join(_FLOATS)}; {fp8.REMEDY}"
+                raise UserError(f"{self.folder / file}: {name} is {kind}; {supported}")
+        if extra := sorted(self.files.keys() - expected.keys() - scales - ({head} if tied else set())):
             found = f"{self.folder} holds {len(extra)} tensors that a model of its {CONFIG} does not have"
             raise UserError(f"{found}, such as {extra[0]}; download both again")
         if tied and head in self.files and not self._are_equal(head, embed := _MODEL["embed"].tensor):
@@ -341,6 +345,26 @@ class Checkpoint:
                 f"{self.folder} holds {head} beside another {embed}, though its {CONFIG} ties them; set "
                 "tie_word_embeddings to false there if the model was trained so, or remove the tensor"
             )
+
+    def _packed(self, name: str) -> str | None:
+        """Return the tensor that other quantisations store in place of this one, if it is there."""
+        stem = name.removesuffix(".weight")
+        names = f"{stem}.qweight", f"{stem}.weight_packed", f"{stem}_blocks"  # GPTQ and AWQ; compressed-tensors; mxfp4
+        return next((packed for packed in names if packed in self.files), None)
+
+    def _checked_scale(self, name: str, shape: tuple[int, ...]) -> str:
+        """Return the name of a matrix's scales. Raise a UserError unless the folder holds them."""
+        file, scale = self.folder / self.files[name], name + fp8.SCALE
+        if self._blocks is None or len(shape) < 2 or scale not in self.files:
+            why = f"without {scale}" if scale not in self.files else f"without blocks in its {CONFIG}"
+            raise UserError(f"{file}: {name} is {fp8.DTYPE} {why}; supported: a scale per block; {fp8.REMEDY}")
+        found, grid = self._slice(scale), self._blocks.grid(shape)
+        if tuple(found.get_shape()) != grid or found.get_dtype() not in _FLOATS:
+            raise UserError(
+                f"{file}: {scale} is {found.get_dtype()} {list(found.get_shape())}, and {name} in blocks of "
+                f"{self._blocks.rows} × {self._blocks.columns} needs {' or '.join(_FLOATS)} {list(grid)}; {fp8.REMEDY}"
+            )
+        return scale
 
     def _are_equal(self, one: str, other: str) -> bool:
         shapes = [self._open(self.files[name]).get_slice(name).get_shape() for name in (one, other)]
@@ -354,13 +378,28 @@ class Checkpoint:
         return True
 
     def read(self, name: str, window: tuple[slice, ...]) -> np.ndarray:
-        """Return a slice of one tensor, in its stored dtype."""
+        """Return a slice of one tensor, in its stored dtype; one in fp8 dequantised, in float32."""
         if self._read > _MAPPED:
             self._close()
-        part = self._open(self.files[name]).get_slice(name)
+        part = self._slice(name)
+        if part.get_dtype() == fp8.DTYPE:
+            return self._dequantized(name, window)
         found = part[window]
         self._read += len(found) * math.prod(part.get_shape()[1:]) * found.itemsize  # pages hold whole rows
         return found
+
+    def _slice(self, name: str) -> Any:
+        return self._open(self.files[name]).get_slice(name)
+
+    def _dequantized(self, name: str, window: tuple[slice, ...]) -> np.ndarray:
+        assert self._blocks is not None  # checked
+        file = self.files[name]
+        if file not in self._places:
+            self._places[file] = fp8.places(self.folder / file)
+        place = self._places[file][name]
+        spans = tuple(range(*s.indices(n)) for s, n in itertools.zip_longest(window, place[1], fillvalue=slice(None)))
+        values = fp8.read(self.folder / file, place, spans)
+        return self._blocks.dequantize(values, self.read(name + fp8.SCALE, self._blocks.touched(spans)), spans)
 
 
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}

@@ -208,14 +208,14 @@ class Replies(AbstractContextManager["Replies"]):
             return self._understood(await called(made.step, {"role": "assistant", "content": said}))
         before = turn.befores[place] if place else turn.prompt + turn.befores[place]
         content, calls = tool_calls.parse(said, self.tool_format, self.tools, before=before)
-        wrong = [_tool_message(i, call.name, call.error) for i, call in enumerate(calls) if call.error]
+        wrong = [_tool_message(i, call, call.error) for i, call in enumerate(calls) if call.error]
         right = [(i, call) for i, call in enumerate(calls) if not call.error]
         if wrong and not right:
             return Reply(wrong)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if right:
             message["tool_calls"] = [
-                {"id": _id(i), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                {"id": _id(i, call), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for i, call in right
             ]
         reply = self._understood(await called(made.step, message), call=right[0] if right else None)
@@ -231,7 +231,7 @@ class Replies(AbstractContextManager["Replies"]):
         if score is not None and (wrong := scores.fault(score)):
             raise ValueError(f"the environment {wrong} as a reward")
         if isinstance(said, str) and call is not None:
-            said = [_tool_message(call[0], call[1].name, said)]
+            said = [_tool_message(*call, said)]
         if isinstance(said, Mapping):
             said = [said]
         if said is not None and not isinstance(said, str) and not environments.are_messages(said):
@@ -281,12 +281,13 @@ def _reply_of(outcome: Outcome[Any]) -> Outcome[Reply]:
     return Outcome(Reply(outcome.value), queued_s=outcome.queued_s)
 
 
-def _id(number: int) -> str:
-    return f"call{number:05d}"
+def _id(number: int, call: tool_calls.Call) -> str:
+    return call.id or f"call{number:05d}"
 
 
-def _tool_message(number: int, name: str, content: str) -> dict[str, str]:
-    return {"role": "tool", "tool_call_id": _id(number), "content": content} | ({"name": name} if name else {})
+def _tool_message(number: int, call: tool_calls.Call, content: str) -> dict[str, str]:
+    named = {"name": call.name} if call.name else {}
+    return {"role": "tool", "tool_call_id": _id(number, call), "content": content} | named
 
 
 def shown(verdict: Verdict) -> str:

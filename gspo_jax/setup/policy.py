@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from gspo_jax.data.tokenizer import Tokenizer, check_vocabulary
+from gspo_jax.data.tokenizer import THINKING, Tokenizer, check_vocabulary
 from gspo_jax.errors import UserError
 from gspo_jax.folder import storage
 from gspo_jax.folder.notes import existing_folder
@@ -259,9 +259,14 @@ def read_folder(config: ConfigDict, folder: Path) -> tuple[ModelConfig, Tokenize
       UserError: not the published model, or its tokenizer does not fit the model or config.
     """
     thinking = config.data.enable_thinking
-    variables = {} if thinking is None else {"enable_thinking": thinking}
+    variables = {} if thinking is None else dict.fromkeys(THINKING, thinking)
     model = _folder_model(config, folder)
     tokenizer = Tokenizer.load(folder, clock=config.data.clock, **variables)
+    if thinking is not None and tokenizer.ignores_thinking:
+        raise UserError(
+            f"data.enable_thinking is {thinking}, and the chat template in {folder} writes the same prompt if it is "
+            f"{not thinking}; leave it unset"
+        )
     check_vocabulary(tokenizer, model.vocab_size)
     players.stop_ids(config, tokenizer)
     players.opening(config, tokenizer)

@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 
 from gspo_jax.data import backend, chat, pipeline, tokenizer
-from gspo_jax.data.tokenizer import CHATML, Tokenizer, check_vocabulary
+from gspo_jax.data.tokenizer import CHATML, THINKING, Tokenizer, check_vocabulary
 from gspo_jax.errors import UserError
 
 TEXTS = [f"{a}+{b}=? {a + b} #### {a + b}" for a in range(40) for b in range(40)] + ["the cat and the hat"] * 9
@@ -146,6 +146,43 @@ def test_chat_with_a_template(trained, tmp_path):
     assert loaded.chat(messages) == shared + "<|im_start|>assistant\n"
     assert Tokenizer.load(tmp_path, enable_thinking=False).chat(messages).endswith("assistant\n<think>\n\n</think>\n\n")
     assert loaded.encode("<|im_start|>")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("template", "ends", "ignores"),
+    [
+        (QWEN_LIKE, {None: "assistant\n", True: "assistant\n", False: "<think>\n\n</think>\n\n"}, False),
+        ("{{ messages[0].content }}{{ '</think>' if not thinking else '<think>' }}",  # as DeepSeek-V3.1's
+         {None: "</think>", True: "<think>", False: "</think>"}, False),
+        ("{{ messages[0].content }}{{ '/nothink' if enable_thinking is defined and not enable_thinking }}",  # as GLM's
+         {None: "1", True: "1", False: "/nothink"}, False),
+        ("{{ messages[0].content }}<think>", dict.fromkeys((None, True, False), "<think>"), True),
+        (None, dict.fromkeys((None, True, False), "1"), False),
+    ],
+)  # fmt: skip
+def test_thinking_is_switched_as_the_template_does(trained, tmp_path, template, ends, ignores):
+    folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>"}, template=template)
+    for thinks, end in ends.items():
+        loaded = Tokenizer.load(folder, **({} if thinks is None else dict.fromkeys(THINKING, thinks)))
+        assert loaded.chat([{"role": "user", "content": "1"}]).endswith(end)
+        assert loaded.ignores_thinking == ignores
+
+
+@pytest.mark.parametrize(
+    ("files", "remedy"),
+    [
+        (["tiktoken.model"], r"tiktoken_to_fast\(AutoTokenizer\.from_pretrained\('/.*', trust_remote_code=True\)"
+         r"\.model, '/.*'\), for which it needs tiktoken and blobfile$"),
+        (["tokenizer.model"], r"from_pretrained\('/.*'\)\.save_pretrained\('/.*'\), for which it needs sentencepiece$"),
+        (["vocab.json", "merges.txt"], r"AutoTokenizer\.from_pretrained\('/.*'\)\.save_pretrained\('/.*'\)$"),
+        (["tokenizer_config.json"], r"give a folder with a fast \(tokenizers\) tokenizer$"),
+    ],
+)  # fmt: skip
+def test_other_kinds_of_tokenizers_are_refused_with_their_conversion(tmp_path, files, remedy):
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match=r"has no tokenizer\.json; .*" + remedy):
+        Tokenizer.load(tmp_path)
 
 
 def test_a_users_turn_behind_an_assistants(trained, tmp_path):

@@ -69,7 +69,50 @@ def glm47(name, arguments):
     return f"{OPEN}{name}{pairs}{CLOSE}"
 
 
-WRITERS = {"hermes": hermes, "qwen3_coder": qwen3_coder, "glm": glm}
+def spaced(value):
+    return json.dumps(value, ensure_ascii=False)
+
+
+def deepseek(name, arguments):
+    """As V3.1 writes it."""
+    body = f"{name}<｜tool▁sep｜>{spaced(arguments)}"
+    return f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{body}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+
+
+def deepseek_v3(name, arguments):
+    """As V3 and R1 write it."""
+    body = f"function<｜tool▁sep｜>{name}\n```json\n{spaced(arguments)}\n```"
+    return f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{body}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+
+
+def kimi(name, arguments):
+    body = f"functions.{name}:0<|tool_call_argument_begin|>{spaced(arguments)}"
+    return f"<|tool_calls_section_begin|><|tool_call_begin|>{body}<|tool_call_end|><|tool_calls_section_end|>"
+
+
+def mistral(name, arguments):
+    return f"[TOOL_CALLS] [{spaced({'name': name, 'arguments': arguments, 'id': 'a1b2c3d4e'})}]"
+
+
+def mistral_later(name, arguments):
+    return f"[TOOL_CALLS]{name}[ARGS]{spaced(arguments)}"
+
+
+def granite(name, arguments):
+    return f"<|tool_call|>[{spaced({'name': name, 'arguments': arguments})}]"
+
+
+WRITERS = {
+    "hermes": hermes,
+    "qwen3_coder": qwen3_coder,
+    "glm": glm,
+    "deepseek": deepseek,
+    "kimi": kimi,
+    "mistral": mistral,
+    "granite": granite,
+}
+OTHERS = {"glm": [glm47], "deepseek": [deepseek_v3], "mistral": [mistral_later]}
+"""Forms of the same format."""
 WELL = {
     "one text": ("weather", {"city": "Paris"}),
     "each type": ("weather", {"city": "São Paulo", "days": 3, "celsius": True}),
@@ -93,7 +136,7 @@ WELL = {
 @pytest.mark.parametrize("name", WELL)
 def test_a_call_is_read_as_it_was_meant(name, form):
     call = Call(*WELL[name])
-    for writer in (WRITERS[form], *([glm47] if form == "glm" else [])):
+    for writer in (WRITERS[form], *OTHERS.get(form, [])):
         said = writer(*WELL[name])
         assert parse(said, form, TOOLS) == ("", [call])
         assert parse(f"<think>\nHm, {OPEN}?\n</think>\n\nI look.\n{said}{said} and more", form, TOOLS) == (
@@ -205,6 +248,36 @@ XML_ERRORS = {
     ),
     ("glm", f"{OPEN}now\n"): ("now", "it does not end with </tool_call>"),
     ("hermes", f'{OPEN}\n{{"name": "now", "arguments": {{}}}}\n'): ("now", "it does not end with </tool_call>"),
+    ("deepseek", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}"): ("now", "it does not end with <｜tool▁call▁end｜>"),
+    ("deepseek", "<｜tool▁call▁begin｜>now {}<｜tool▁call▁end｜>"): ("", "the mark of its arguments is missing"),
+    ("deepseek", "<｜tool▁call▁begin｜><｜tool▁sep｜>{}<｜tool▁call▁end｜>"): ("", "it has no name"),
+    ("deepseek", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{'a': 1}<｜tool▁call▁end｜>"): (
+        "now",
+        "not valid JSON: Expecting",
+    ),
+    ("deepseek", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>[]<｜tool▁call▁end｜>"): ("now", "is not a JSON object"),
+    ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n``<｜tool▁call▁end｜>"): (
+        "now",
+        "there is text after the JSON object",
+    ),
+    ("kimi", "<|tool_call_begin|>functions.now:0<|tool_call_end|>"): ("", "the mark of its arguments is missing"),
+    ("kimi", "<|tool_call_begin|>functions.:0<|tool_call_argument_begin|>{}<|tool_call_end|>"): ("", "it has no name"),
+    ("kimi", "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}"): (
+        "now",
+        "it does not end with <|tool_call_end|>",
+    ),
+    ("kimi", "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}}<|tool_call_end|>"): (
+        "now",
+        "there is text after the JSON object",
+    ),
+    ("mistral", "[TOOL_CALLS] []"): ("", 'it is not a JSON list of objects with "name" and "arguments"'),
+    ("mistral", "[TOOL_CALLS]now"): ("", "it is not valid JSON: Expecting value at character 1"),
+    ("mistral", "[TOOL_CALLS]now[ARGS]"): ("now", "its arguments are not valid JSON: Expecting value at character 2"),
+    ("mistral", "[TOOL_CALLS][ARGS]{}"): ("", "it has no name"),
+    ("mistral", '[TOOL_CALLS] [{"name": "now"}]'): ("now", 'it has no "arguments"'),
+    ("granite", '<|tool_call|>{"name": "now", "arguments": {}}'): ("", "it is not a JSON list of objects"),
+    ("granite", "<|tool_call|>[7]"): ("", 'it is not a JSON object with "name" and "arguments"'),
+    ("granite", '<|tool_call|>[{"name": "now", "arguments": "now"}]'): ("now", "is a string that is not valid JSON"),
 }
 
 
@@ -331,11 +404,61 @@ def test_the_first_mark_may_be_missing_in_the_format_of_qwen3_coder():
         assert len(parse(said + said, "qwen3_coder", TOOLS).calls) == 2
 
 
+def test_calls_of_one_section():
+    """One list, or one section of marks, has several calls; what is between them does not count."""
+    calls = ("now", {}), ("weather", {"city": "Rome"}), ("now", {})
+    wanted = [Call(*call) for call in calls]
+    listed = spaced([{"name": name, "arguments": arguments} for name, arguments in calls])
+    assert parse(f"Go. [TOOL_CALLS]{listed}", "mistral", TOOLS) == ("Go.", wanted)
+    assert parse(f"Go.<|tool_call|>\n{listed} x", "granite", TOOLS) == ("Go.", wanted)
+    later = "".join(mistral_later(*call) for call in calls)
+    assert parse(f"Go.{later}", "mistral", TOOLS) == ("Go.", wanted)
+    for form, between in (("deepseek", "\n"), ("kimi", "")):
+        marks = [mark for mark in re.findall("<[^<>]*>", WRITERS[form]("now", {})) if "call" in mark]
+        first, last = marks[0], marks[-1]
+        inner = between.join(WRITERS[form](*c).removeprefix(first).removesuffix(last) for c in calls)
+        for said in (f"{first}{inner}{last}", inner):
+            assert parse(f"Go.\n{said}", form, TOOLS) == ("Go.", wanted)
+
+
+def test_a_list_of_too_many_calls():
+    listed = spaced([{"name": "now", "arguments": {}}] * (MOST_CALLS + 5))
+    *calls, last = parse(f"[TOOL_CALLS]{listed}", "mistral", TOOLS).calls
+    assert calls == [Call("now", {})] * MOST_CALLS and "at most 32 tool calls" in last.error
+
+
+def test_ids_are_those_that_templates_take():
+    """Kimi's replies name the id that the policy wrote; Mistral's templates reject ids of another length."""
+
+    def id_of(said, form):
+        return parse(said, form, TOOLS).calls[0].id
+
+    numbered = kimi("weather", {"city": "Paris"}).replace(":0", ":13")
+    assert id_of(numbered, "kimi") == "functions.weather:13"
+    assert id_of(numbered.replace("functions.", ""), "kimi") == "weather:13"
+    assert id_of(numbered.replace("Paris", "Paris\n"), "kimi") == "functions.weather:13", "an error has it, too"
+    assert id_of(mistral("now", {}), "mistral") == "a1b2c3d4e"
+    assert id_of(mistral("now", {}).replace("a1b2c3d4e", "7"), "mistral") == ""
+    assert id_of("[TOOL_CALLS]now[CALL_ID]a1b2c3d4e[ARGS]{}", "mistral") == "a1b2c3d4e"
+    assert id_of("[TOOL_CALLS]now[CALL_ID]a1[ARGS]{}", "mistral") == ""
+    for form in ("hermes", "granite", "glm"):
+        assert id_of(WRITERS[form]("now", {}), form) == ""
+
+
+def test_a_tool_that_is_called_function():
+    """DeepSeek-V3 writes the word before each name."""
+    own = Tools([tool("function", n=WHOLE)])
+    for writer in (deepseek, deepseek_v3):
+        assert parse(writer("function", {"n": 1}), "deepseek", own).calls == [Call("function", {"n": 1})]
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_repetition_takes_no_time_and_few_replies(form):
     begun = time.process_time()
     xml, keys = f"{OPEN}<function=a><parameter=b>", f"{OPEN}a<arg_key>b</arg_key><arg_value>"
     texts = OPEN, f"{OPEN}{CLOSE}", f"{OPEN}{{", f"<think>{OPEN}", "</parameter>\n", "<think>", xml, keys
+    heads = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<|tool_call_begin|>a:1", "[TOOL_CALLS]a ", "<|tool_call|>[{"
+    texts = *texts, *heads, *(f"{head}{' ' * 99}" for head in heads), "<｜tool▁calls▁begin｜>", f"{heads[1]}:1:1"
     for text in (*texts, f"</think>{OPEN}", f"</think>{xml}", f"</think>{keys}"):
         calls = parse(text * 10_000, form, TOOLS).calls
         assert len(calls) <= MOST_CALLS + 1 and all(call.error for call in calls)
@@ -348,7 +471,8 @@ def test_repetition_takes_no_time_and_few_replies(form):
 
 SNIPS = [OPEN, CLOSE, "<think>", "</think>", "<function=weather>", "</function>", "<parameter=city>", "</parameter>"]
 SNIPS += ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", '{"name": "weather", "arguments": {"city": ']
-SNIPS += ['"Paris"', "}}", "weather", "\n", "city", "3", "\\ud800"]
+SNIPS += ['"Paris"', "}}", "weather", "\n", "city", "3", "\\ud800", "[", "```json", "{}", "functions.", ":0"]
+SNIPS += sorted(tool_calls.MARKS)
 
 
 @settings(max_examples=150, deadline=None)
@@ -374,6 +498,9 @@ VALUES = st.recursive(
 def test_what_is_written_is_read(text, by, within, before):
     arguments = {"query": text, "by": by, "within": within}
     assert parse(hermes("search", arguments), "hermes", TOOLS).calls == [Call("search", arguments)]
+    for form in ("deepseek", "kimi", "mistral", "granite"):
+        for writer in (WRITERS[form], *OTHERS.get(form, [])):
+            assert parse(writer("search", arguments), form, TOOLS).calls == [Call("search", arguments)]
     for form in ("qwen3_coder", "glm"):
         arguments = {"path": text, "text": before}
         found = parse(WRITERS[form]("write", arguments), form, TOOLS).calls

@@ -83,6 +83,35 @@ GLM = """{% if tools %}<|system|>{{ tools | tojson }}{% endif %}
 
 <tool_response>{{ m.content }}</tool_response>{% endif %}{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+DEEPSEEK = """{% for t in tools or [] %}{{ t | tojson }}{% endfor %}
+{%- for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}<|assistant|>
+{%- if not loop.last %}</think>{% endif %}
+{%- elif m.role == 'assistant' %}{{ m.content }}{% if m.tool_calls %}<｜tool▁calls▁begin｜>
+{%- for c in m.tool_calls -%}
+<｜tool▁call▁begin｜>{{ c.function.name }}<｜tool▁sep｜>{{ c.function.arguments | tojson }}<｜tool▁call▁end｜>
+{%- endfor %}<｜tool▁calls▁end｜>{% endif %}<|im_end|>
+{%- elif m.role == 'tool' %}<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>{% endif %}{% endfor %}
+{%- if add_generation_prompt and messages[-1].role == 'user' %}</think>{% endif %}"""  # none behind replies
+KIMI = """{% if tools %}<|system|>{{ tools | tojson }}<|im_end|>{% endif %}
+{%- for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}
+{%- elif m.role == 'assistant' %}<|assistant|>{{ m.content }}{% if m.tool_calls %}<|tool_calls_section_begin|>
+{%- for c in m.tool_calls -%}
+<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|>
+{%- endfor %}<|tool_calls_section_end|>{% endif %}
+{%- elif m.role == 'tool' %}<|system|>## Return of {{ m.tool_call_id }}
+{{ m.content }}{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+MISTRAL = """{% for m in messages %}{% if m.role == 'user' %}
+{%- if tools and loop.last %}[TOOLS]{{ tools | tojson }}{% endif %}
+{{- '[INST]' + m.content + '[/INST]' }}{% elif m.tool_calls %}[TOOL_CALLS][{% for c in m.tool_calls %}
+{%- if c.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}
+{{- (c.function | tojson)[:-1] + ', "id": "' + c.id + '"}' }}{% if not loop.last %}, {% endif %}{% endfor %}]<|im_end|>
+{%- elif m.role == 'assistant' %}{{ m.content }}<|im_end|>
+{%- elif m.role == 'tool' %}[TOOL_RESULTS]{"content": {{ m.content }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]
+{%- endif %}{% endfor %}"""
+GRANITE = """{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|user|>{{ m.role }}<|system|>
+{%- if m.tool_calls %}<|tool_call|>{{ m.tool_calls | map(attribute='function') | list | tojson }}{% endif %}
+{{- m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|user|>assistant<|system|>{% endif %}"""
 NUMBERED = """{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]
 {%- elif m.tool_calls %}[CALLS]{% for c in m.tool_calls %}{{ c.function | tojson }}{{ c.id[-9:] }}{% endfor %}<|im_end|>
 {%- elif m.role == 'assistant' %}{{ m.content }}<|im_end|>
@@ -104,7 +133,8 @@ NO_REPLIES = CHATML.replace("<|im_start|>{{", "{% if m.role == 'tool' %}{% conti
 
 PLAIN_MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 PLAIN_MARKS += ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
-GLM_MARKS = ["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"]
+PLAIN_MARKS += [mark for mark in sorted(tool_calls.MARKS) if mark not in PLAIN_MARKS and "[" not in mark]
+GLM_MARKS = ["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>", "[TOOL_CALLS]"]
 SPACES = "        "
 TOOLS = [tool("weather", ["city"], city=TEXT, days=WHOLE)]
 
@@ -130,6 +160,7 @@ def loaded(folder, template, eos=("<|im_end|>", "<|endoftext|>")):
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
     named = {"hermes": HERMES, "qwen3_coder": QWEN3_CODER, "numbered": NUMBERED, "single": SINGLE, "chatml": CHATML}
+    named |= {"deepseek": DEEPSEEK, "kimi": KIMI, "mistral": MISTRAL, "granite": GRANITE}
     made = {name: loaded(tmp_path_factory.mktemp(name), template) for name, template in named.items()}
     made["no_replies"] = loaded(tmp_path_factory.mktemp("no_replies"), NO_REPLIES)
     made["glm"] = loaded(tmp_path_factory.mktemp("glm"), GLM, ("<|endoftext|>", "<|user|>", "<|observation|>"))
@@ -166,6 +197,12 @@ AFTER = {
         "<|im_end|>",
     ): "<|im_start|>ipython\nsunny<|im_end|><|im_start|>ipython\n21<|im_end|><|im_start|>assistant\n",
     ("chatml", ("sunny",), "<|im_end|>"): "\n<|im_start|>tool\nsunny<|im_end|>\n<|im_start|>assistant\n",
+    ("deepseek", ("sunny", "21"), "<|im_end|>"): "<｜tool▁output▁begin｜>sunny<｜tool▁output▁end｜>"
+    "<｜tool▁output▁begin｜>21<｜tool▁output▁end｜>",
+    ("kimi", ("sunny", "21"), "<|im_end|>"): "<|system|>## Return of functions.tool:0\nsunny<|im_end|>"
+    "<|system|>## Return of functions.tool:1\n21<|im_end|><|assistant|>",
+    ("mistral", ("sunny",), "<|im_end|>"): '[TOOL_RESULTS]{"content": sunny, "call_id": "call00000"}[/TOOL_RESULTS]',
+    ("granite", ("sunny",), "<|im_end|>"): "\n<|user|>tool<|system|>sunny<|im_end|>\n<|user|>assistant<|system|>",
     ("none", ("sunny", "21"), "<|im_end|>"): "sunny21",
 }
 
@@ -197,21 +234,43 @@ def test_replies_of_a_user_and_of_tools_end_turns_alike(tokenizers):
 
 def test_a_turn_and_its_replies_are_the_prompt_of_the_next(tokenizers):
     """An episode's tokens are those of a conversation, where the template writes earlier turns as they were."""
+    answer = [{"role": "tool", "content": "sunny", "name": "weather"}]
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
-    for name in ("qwen3_coder", "hermes", "glm"):
+    for name in ("qwen3_coder", "hermes", "glm", "deepseek", "kimi"):
         own = tokenizers[name]
         turns = [USER, {"role": "assistant", "content": "I look.", "tool_calls": [call]}]
-        whole = own.chat([*turns, *replied("sunny")], tools=TOOLS)
+        whole = own.chat([*turns, *answer], tools=TOOLS)
         before = own.chat(turns[:1], tools=TOOLS)
         assert whole.startswith(before)
-        behind = own.turns(
-            replied("sunny"), tools=TOOLS, ended=own.encode("<|observation|>")[0] if name == "glm" else None
-        )
+        behind = own.turns(answer, tools=TOOLS, ended=own.encode("<|observation|>")[0] if name == "glm" else None)
         turn = whole[len(before) :].removesuffix(behind)
         end = "<|observation|>" if name == "glm" else "<|im_end|>"
         assert before + turn + behind == whole and turn.endswith(end)
         found = tool_calls.parse(turn.removesuffix(end), own.tool_format(), tool_calls.Tools(TOOLS))
         assert found == ("I look.", [tool_calls.Call("weather", {"city": "Paris"})])
+
+
+def test_a_template_of_ids_is_given_ids_with_names(tokenizers):
+    """Kimi's writes an id in place of a name: calls are numbered through the conversation, and replies name them."""
+    own = tokenizers["kimi"]
+    calls = [
+        {"id": given, "type": "function", "function": {"name": "weather", "arguments": {"city": city}}}
+        for given, city in (("a", "Paris"), ("b", "Rome"), ("functions.weather:7", "Oslo"))
+    ]
+    said = [{"role": "assistant", "content": "", "tool_calls": part} for part in (calls[:2], calls[2:])]
+    answers = [
+        {"role": "tool", "content": text, "tool_call_id": given}
+        for text, given in (("21", "b"), ("19", "a"), ("7", "functions.weather:7"))
+    ]
+    turns = [USER, said[0], *answers[:2], said[1], answers[2]]
+    text = own.chat(turns)
+    numbers = re.findall(r"functions\.weather:([0-9])", text)
+    assert numbers == ["0", "1", "1", "0", "7", "7"]
+    unnamed = [{name: value for name, value in turn.items() if name != "tool_call_id"} for turn in turns]
+    assert re.findall(r"functions\.weather:([0-9])", own.chat(unnamed)) == ["0", "1", "0", "1", "7", "7"]
+    assert turns[1]["tool_calls"][0]["id"] == "a", "nothing of the caller's is changed"
+    reply = {**answers[2], "name": "weather"}
+    assert own.turns([reply]) == "<|system|>## Return of functions.weather:7\n7<|im_end|><|assistant|>"
 
 
 HOSTILE = [

@@ -269,6 +269,22 @@ def test_texts_in_a_config_are_looked_up_with_the_model(hf_folder, jsonl_folder)
         policy.read_folder(config, hf_folder)
 
 
+def test_thinking_that_the_chat_template_does_not_switch_is_refused(hf_folder, jsonl_folder, tmp_path):
+    folder = Path(shutil.copytree(hf_folder, tmp_path / "model"))
+    config = gsm8k(folder, jsonl_folder)
+    config.data.enable_thinking = False
+    policy.read_folder(config, folder)  # without a template, contents are joined
+    template = folder / "chat_template.jinja"
+    template.write_text("{{ messages[0].content }}<think>")
+    with pytest.raises(UserError, match=r"^data.enable_thinking is False, and .* same prompt if it is True; leave it"):
+        policy.read_folder(config, folder)
+    template.write_text("{{ messages[0].content }}{{ '<think>' if thinking else '</think>' }}")
+    asked = [{"role": "user", "content": "7"}]
+    assert policy.read_folder(config, folder)[1].chat(asked) == "7</think>"
+    config.data.enable_thinking = True
+    assert policy.read_folder(config, folder)[1].chat(asked) == "7<think>"
+
+
 def test_response_metrics_leave_failures_out_of_the_mean():
     columns = {"reward/mean": np.array([1.0, np.nan]), "reward/steps": np.array([np.nan, np.nan])}
     columns |= {"length": np.array([2, 4]), "truncated": np.array([True, False]), "trainable": np.array([True, False])}
