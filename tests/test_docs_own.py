@@ -358,6 +358,13 @@ MISTAKES: dict[str, dict[str, Callable[[ConfigDict], Any]]] = {
             "def products(split, largest): return [{'question': '2*3', 'answer': 6}]",
             then=_read,
         ),
+        "`turns` that end with the user's": _written(
+            "products",
+            "def products(split, largest):\n"
+            "    return [{'question': '2*3', 'answer': '6', 'turns': [{'role': 'assistant', 'content': '?'},"
+            " {'role': 'user', 'content': '!'}]}]",
+            then=_read,
+        ),
         "`data.data_dir` left as it was": _set("data.data_dir", "runs/data", then=_read),
     },
 }
