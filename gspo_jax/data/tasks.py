@@ -132,8 +132,8 @@ def _own(
             made[index] = row | _turns_of(row)
         except files.Defect as defect:
             raise UserError(
-                f"task {task}, {split} row {index}: {defect}; write messages with role and content, calls before tools' "
-                "replies, the last message the user's or a tool's, and the last of turns the assistant's"
+                f"task {task}, {split} row {index}: {defect}; write messages with role and content, calls before "
+                "tools' replies, the last message the user's or a tool's, and the last of turns the assistant's"
             ) from None
     return Records(f"{task}/{split}", made, convert=convert, where=lambda _: task, limit=limit)
 

@@ -173,8 +173,8 @@ def group_turns(
 
     `mask` is True on the tokens that the policy sampled. `ends` counts a row's tokens up to the end of each turn, all
     tokens before the first and between two ends included, 0 past the last; without it, a turn is a run of sampled
-    tokens. r_{i,j} is the sum of `rewards` over the sampled tokens of turn j, plus `outcome` at the last turn. Values of
-    `rewards` elsewhere have no effect. An episode with an `outcome` of NaN leaves all baselines and gets 0.
+    tokens. r_{i,j} is the sum of `rewards` over turn j, plus `outcome` at the last turn. Values of `rewards` where
+    nothing was sampled have no effect. An episode with an `outcome` of NaN leaves all baselines and gets 0.
 
     Groups with unequal numbers of turns: turn k is compared among the episodes that reached it, and gets 0 where only
     one did. Since returns are compared, and not rewards whose advantages are then summed as in

@@ -91,9 +91,7 @@ class BatchScorer:
         """Begin to score this process's responses that have ended while others of their batch are being sampled."""
         self.scorer.ahead(texts, [self._decode(tokens) for tokens in responses], records)
 
-    def _with_turns(
-        self, records: list[Any], turns: list[Turns] | None, responses: list[list[int]]
-    ) -> list[Any]:
+    def _with_turns(self, records: list[Any], turns: list[Turns] | None, responses: list[list[int]]) -> list[Any]:
         """Return records with the environment's rewards: of each turn, and the characters up to its end."""
         if turns is None:
             return records

@@ -272,7 +272,7 @@ def test_steps_are_rewarded_where_the_policy_ends_them():
 
 
 def test_every_turn_s_reward_is_that_of_its_own_tokens():
-    """Of turns without text, an end of sequence alone, and of turns with no reply between them; from batch to advantage.
+    """From batch to advantage: turns of an end of sequence alone, without text, and turns with no reply between them.
 
     Token 9 is the end of a turn, which has no text. The first response is 9, then 2 9, then a reply of two tokens and 9
     again; the second 9 9 after each other; the third is cut off in its second turn, without a reward for it.
