@@ -75,12 +75,12 @@ class StepScorer:
         outcomes = {name: [attempt(_find_steps, f, row) for row in rows] for name, f in self._functions.items()}
         for name, results in outcomes.items():
             self._watches[name].report(rows, results)
-        found = {name: [o.value for o in results] for name, results in outcomes.items()}
-        found[known.TURNS] = [record.get(EPISODE, []) for record in records]
+        of_turns: list[Steps] = [record.get(EPISODE, []) for record in records]
+        found = {name: [o.value for o in results] for name, results in outcomes.items()} | {known.TURNS: of_turns}
         by_name = {name: np.asarray([_mean_reward(each) for each in found[name]], np.float32) for name in self._names}
         weights = {name: weight for name, weight in self._weights.items() if weight}
         merged = [_merge_steps([(w, outcomes[name][i].value) for name, w in weights.items()]) for i in range(len(rows))]
-        beyond = [any(scores.fault(self.turn_weight * reward) for _, reward in each) for each in found[known.TURNS]]
+        beyond = [any(scores.fault(self.turn_weight * reward) for _, reward in each) for each in of_turns]
         failed = np.array([steps is None for steps in merged], bool) | np.array(beyond, bool)
         return StepScores([steps or [] for steps in merged], by_name, failed)
 
