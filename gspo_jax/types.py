@@ -171,6 +171,8 @@ class Rewards:
     """Weighted reward of a step at its last token, 0 elsewhere."""
     steps: Bool[np.ndarray, "*B T"] | None = None
     """True at tokens that end a step."""
+    turn_ends: Int[np.ndarray, "*B turns"] | None = None
+    """Tokens up to the end of each turn, 0 past the last; None without an environment."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,7 +205,7 @@ class Batch:
     turn_ends: Int[np.ndarray, "B turns"] | None = None
     """Tokens up to the end of each of the policy's turns, 0 past the last; None without an environment."""
     turn_rewards: Float[np.ndarray, "B turns"] | None = None
-    """The environment's reward of each turn, NaN where it gave none."""
+    """The environment's reward of each turn, NaN where it gave none; None if it gives no rewards."""
     rewards: Rewards = _LATER
     packing: Packing = _LATER
     """Set by `Engine.pack`, which deals the rollout to its places."""

@@ -473,11 +473,21 @@ def gdpo(rewards: dict[str, np.ndarray], weights: dict[str, float], group_size: 
 
 
 def group_turns(
-    name: str, rewards: np.ndarray, outcome: np.ndarray, mask: np.ndarray, group_size: int, discount: float
+    name: str,
+    rewards: np.ndarray,
+    outcome: np.ndarray,
+    mask: np.ndarray,
+    group_size: int,
+    discount: float,
+    ends: list[list[int]] | None = None,
 ) -> np.ndarray:
     """For every turn, the advantage of Σ_j γ^(j−k)·r_j among the episodes of the group that have a turn k."""
     turns: list[list[list[int]]] = []
-    for row in mask:
+    for i, row in enumerate(mask):
+        if ends is not None:
+            spans = zip([0, *ends[i]], ends[i], strict=False)
+            turns.append([[t for t in range(begin, end) if row[t]] for begin, end in spans])
+            continue
         found: list[list[int]] = []
         for t in range(len(row)):
             if row[t] and (t == 0 or not row[t - 1]):

@@ -15,10 +15,11 @@ from jax.sharding import Mesh
 from gspo_jax import cli
 from gspo_jax.data.pipeline import Batches, prompt_batches
 from gspo_jax.data.tokenizer import Tokenizer
-from gspo_jax.errors import StopRequested
+from gspo_jax.errors import StopRequested, UserError
 from gspo_jax.parallel import hosts, processes
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.preemption import Preemption
+from gspo_jax.rewards.replies import Replies, Setting, TurnOver
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.training import checkpoint
 from gspo_jax.types import Prompts
@@ -99,6 +100,26 @@ def check_votes() -> None:
         raise AssertionError("the scoring was not ended")
 
 
+def number(prompt: str, completion: str, record: dict) -> str | int:
+    """Reply to a turn, in the last process with what is no text."""
+    return 3 if record["last"] else "no"
+
+
+def check_mistake() -> None:
+    """Check that all processes end with the sentence about a reply of the last one's environment."""
+    last = jax.process_index() == jax.process_count() - 1
+    with Replies("number", Setting(own={"number": f"{__spec__.name}:number"})) as replies:
+        over = TurnOver(b"0", "?", {"last": last}, "1", ("1",), ("",))
+        pending = [replies.begin(over)]
+        replies.wait(pending)
+        try:
+            replies.told([over], [each.result() for each in pending])
+        except UserError as error:
+            assert str(error) == "environment number replied 3; return a text, or None to end the episode", error
+            return
+        raise AssertionError("the reply was taken")
+
+
 def check_stop() -> None:
     """Check that SIGTERM to the last process stops all at the same poll, although they poll at their own pace."""
     noticed, polls = [], 0
@@ -124,6 +145,7 @@ if __name__ == "__main__":
             check(each)
             hosts._BLOCK = 2**28
         check_votes()
+        check_mistake()
         check_stop()
         ids = prompt_ids(mesh_lib.make_mesh(MESHES[0], jax.devices()[::-1]))
         print(f"{jax.process_count()} processes agree on prompts {ids}")

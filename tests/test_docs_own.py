@@ -25,7 +25,7 @@ from gspo_jax.folder.samples import read_samples
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.rewards import environments
 from gspo_jax.rollout.episodes import TurnOver
-from gspo_jax.setup import data, players
+from gspo_jax.setup import data, players, teacher
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.fields import at
 from gspo_jax.setup.turns import TokenTurns
@@ -37,7 +37,8 @@ ROOT = Path(__file__).parents[1]
 OVERVIEW = (ROOT / "docs" / "own.md").read_text(encoding="utf-8")
 DATA = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "own").glob("*.md"))}
-ADDER = ROOT / "tests" / "golden" / "adder"
+GOLDEN = ROOT / "tests" / "golden"
+ADDER = GOLDEN / "adder"
 SHORT = (*("iterations=1", "training.minibatches=1", "cpu_devices=1", "mesh.data=1", "mesh.fsdp=1", "mesh.expert=1"),)
 """Fields of the config that shorten a run."""
 SMALL = ("data.prompts_per_batch=4", "sampling.group_size=4", "sampling.slots=4", "eval.prompts=4")
@@ -160,6 +161,15 @@ def test_a_mixture_trains_with_shots_and_an_objective(model, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_command_of_distillation_trains_with_a_teacher_beside_a_reward(model, tmp_path):
+    words = [word for word in _words(_command("distillation", "distillation")) if not word.startswith("--workdir")]
+    words += [f"--config.data.data_dir={tmp_path}/data", f"--config.teacher.folder={ADDER}"]
+    _train({"taught": [*words, *(f"--config.{field}" for field in SMALL)]}, tmp_path, model)
+    (measured, *_) = reversed(read_metrics(tmp_path / "taught"))
+    assert measured["teacher/kl"] > 1 and 0 <= measured["reward/exact_answer"] <= 1
+
+
+@pytest.mark.slow
 def test_the_command_of_sft_trains_on_conversations(tmp_path):
     words = [*_words(_of_data()[2], "coldstart"), f"--workdir={tmp_path}/sft", "--config.coldstart.terse=()"]
     words += [f"--config.{field}" for field in SHORT]
@@ -256,6 +266,11 @@ def _reply(config: ConfigDict) -> None:
         turns.wait(turns.begin([over]))
 
 
+def _compare_tokens(config: ConfigDict) -> None:
+    """Compare the teacher's tokenizer with the adder's."""
+    teacher.check_tokens(config, Tokenizer.load(ADDER))
+
+
 def _list_tools(config: ConfigDict) -> None:
     """Read the tools of the config's environment."""
     environments.tools_of(references.function(config.functions[config.environment.name]))
@@ -329,12 +344,25 @@ MISTAKES: dict[str, dict[str, Callable[[ConfigDict], Any]]] = {
         "no `Objective` returned": _written("soft_gspo", "def soft_gspo(): return 3"),
         "step rewards, without `token_advantages=True`": _set("step_rewards.countdown_steps", 1.0),
     },
+    "distillation": {
+        "an objective with one advantage per response": _set("objective.name", "gspo"),
+        "the name of a model, which is not downloaded": _set("teacher.folder", "Qwen3-8B"),
+        "a teacher with other tokens": _set("teacher.folder", str(GOLDEN / "counter"), then=_compare_tokens),
+        "a negative weight": _set("teacher.weight", -0.1),
+    },
     "dataset": {
         "another name": _set("data.task", "product", then=_read),
         "an option that the function does not take": _set("data.options.smallest", 3, then=_read),
         "a row with a number": _written(
             "products",
             "def products(split, largest): return [{'question': '2*3', 'answer': 6}]",
+            then=_read,
+        ),
+        "`turns` that end with the user's": _written(
+            "products",
+            "def products(split, largest):\n"
+            "    return [{'question': '2*3', 'answer': '6', 'turns': [{'role': 'assistant', 'content': '?'},"
+            " {'role': 'user', 'content': '!'}]}]",
             then=_read,
         ),
         "`data.data_dir` left as it was": _set("data.data_dir", "runs/data", then=_read),

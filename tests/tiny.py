@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import shutil
 import types
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from gspo_jax.models import families, huggingface, tensors, transformer
 from gspo_jax.models.config import ModelConfig
@@ -36,6 +38,17 @@ CONFIG = ModelConfig(
     experts_per_token=2,
     moe_intermediate_size=16,
 )
+
+
+def blurred(model: Path, folder: Path) -> Path:
+    """Copy a model's folder, with noise of half their standard deviation in its weights; return `folder`."""
+    rng = np.random.default_rng(0)
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    noisy = {name: x + 0.5 * x.std() * rng.standard_normal(x.shape).astype(x.dtype) for name, x in weights.items()}
+    save_file(noisy, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
 
 MIXED = dataclasses.replace(CONFIG, family="mixed", num_layers=3)
 """One dense layer, then a stack of two routed layers; its tests use the fixture `mixed_family`."""

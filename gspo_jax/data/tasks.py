@@ -128,7 +128,29 @@ def _own(
                 f"task {task}, {split} row {index} is {str(row)[:200]!r}; return dicts with a question and an answer, "
                 "both texts"
             )
+        try:
+            made[index] = row | _turns_of(row)
+        except files.Defect as defect:
+            raise UserError(
+                f"task {task}, {split} row {index}: {defect}; write messages with role and content, calls before "
+                "tools' replies, the last message the user's or a tool's, and the last of turns the assistant's"
+            ) from None
     return Records(f"{task}/{split}", made, convert=convert, where=lambda _: task, limit=limit)
+
+
+def _turns_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Return `messages`, a row's prompt, and `turns`, which answer it, as a chat template takes them, where given."""
+    asked = [{"role": "user", "content": row["question"]}]
+    if "messages" in row and (asked := rows.parse_messages(row["messages"]))[-1]["role"] == "assistant":
+        raise files.Defect("messages end with the assistant's turn")
+    found = {"messages": asked} if "messages" in row else {}
+    if "turns" in row:
+        if not isinstance(row["turns"], list):
+            raise files.Defect("turns are not a list")
+        found["turns"] = rows.parse_messages([*asked, *row["turns"]])[len(asked) :]
+        if not found["turns"] or found["turns"][-1]["role"] != "assistant":
+            raise files.Defect("turns do not end with the assistant's")
+    return found
 
 
 def _present(row: Any) -> Any:

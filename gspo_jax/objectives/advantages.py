@@ -160,6 +160,7 @@ def group_turns(
     rewards: Shaped[Array, "B T"],
     outcome: Shaped[Array, " B"],
     mask: Bool[Array, "B T"],
+    ends: Int[Array, "B turns"] | None = None,
     *,
     group_size: int,
     discount: float = 1.0,
@@ -170,9 +171,10 @@ def group_turns(
     Â_{i,t} = A_{i,k} for the tokens t of turn k, A_{·,k} = `advantage` of the returns R_{·,k} of the group's episodes
     that have a turn k, R_{i,k} = Σ_{j≥k} γ^{j−k}·r_{i,j}, γ = `discount` per turn.
 
-    `mask` is True on the tokens that the policy sampled. A turn is a run of these, so two turns with nothing between
-    them are one. r_{i,j} is the sum of `rewards` over turn j, plus `outcome` at the last turn. Values of `rewards`
-    elsewhere have no effect. An episode with an `outcome` of NaN leaves all baselines and gets 0.
+    `mask` is True on the tokens that the policy sampled. `ends` counts a row's tokens up to the end of each turn, all
+    tokens before the first and between two ends included, 0 past the last; without it, a turn is a run of sampled
+    tokens. r_{i,j} is the sum of `rewards` over turn j, plus `outcome` at the last turn. Values of `rewards` where
+    nothing was sampled have no effect. An episode with an `outcome` of NaN leaves all baselines and gets 0.
 
     Groups with unequal numbers of turns: turn k is compared among the episodes that reached it, and gets 0 where only
     one did. Since returns are compared, and not rewards whose advantages are then summed as in
@@ -184,10 +186,13 @@ def group_turns(
     check_tokens(rewards=rewards, mask=mask)
     check_fraction("1 means no discount, 0 looks at each turn's own reward alone", discount=discount)
     rows, T = mask.shape
-    begins = mask & ~jax.lax.pad(mask, False, ((0, 0, 0), (1, -1, 0)))
-    turn = jnp.maximum(jnp.cumsum(begins, axis=1) - 1, 0)
-    count = jnp.sum(begins, axis=1)
-    most = (T + 1) // 2
+    if ends is None:
+        begins = mask & ~jax.lax.pad(mask, False, ((0, 0, 0), (1, -1, 0)))
+        turn, count, most = jnp.maximum(jnp.cumsum(begins, axis=1) - 1, 0), jnp.sum(begins, axis=1), (T + 1) // 2
+    else:
+        most, there = ends.shape[1], ends[:, None] > 0
+        over = jnp.sum(there & (ends[:, None] <= jax.lax.iota(jnp.int32, T)[None, :, None]), axis=2)
+        turn, count = jnp.minimum(over, most - 1), jnp.sum(there[:, 0], axis=1)
     row, number = jax.lax.iota(jnp.int32, rows)[:, None], jax.lax.iota(jnp.int32, most)[None]
     given = jnp.where(mask, widen(rewards), 0.0)
     earned = jax.lax.full((rows, most), 0, given.dtype).at[row, turn].add(given)

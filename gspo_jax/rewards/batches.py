@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from gspo_jax.parallel import hosts
 from gspo_jax.rewards.functions import EPISODE
 from gspo_jax.rewards.scorer import Scorer, Scores, unless_stopped
-from gspo_jax.rewards.step_scorer import StepScorer, place_step_rewards
+from gspo_jax.rewards.step_scorer import StepScorer, Turns, place_step_rewards, place_turn_rewards
 from gspo_jax.types import Batch, Rewards
 
 _KEPT = 64
@@ -68,6 +68,9 @@ class BatchScorer:
                 found["total"] = np.where(seen.failed, np.float32(np.nan), scores.total)
                 found["by_name"] = scores.by_name | seen.by_name
                 of_steps, steps = place_step_rewards(seen.steps, tokens, mask, self._decode)
+                if turns is not None and (weight := self._steps.turn_weight):
+                    of_turns, ends = place_turn_rewards(turns, mask)
+                    of_steps, steps = of_steps + np.float32(weight) * of_turns, steps | ends
                 # Environment replies are not steps of the policy.
                 found |= {"of_steps": np.where(drawn, of_steps, 0), "steps": steps & drawn}
             return found | {"learn": np.isfinite(found["total"])}
@@ -88,9 +91,7 @@ class BatchScorer:
         """Begin to score this process's responses that have ended while others of their batch are being sampled."""
         self.scorer.ahead(texts, [self._decode(tokens) for tokens in responses], records)
 
-    def _with_turns(
-        self, records: list[Any], turns: list[tuple[list[int], list[float]]] | None, responses: list[list[int]]
-    ) -> list[Any]:
+    def _with_turns(self, records: list[Any], turns: list[Turns] | None, responses: list[list[int]]) -> list[Any]:
         """Return records with the environment's rewards: of each turn, and the characters up to its end."""
         if turns is None:
             return records
@@ -123,8 +124,8 @@ class BatchScorer:
         return found
 
 
-def _own_turns(batch: Batch, own: np.ndarray) -> list[tuple[list[int], list[float]]] | None:
-    """Return the ends and rewards of each of these episodes' turns, None if the environment gives no rewards."""
+def _own_turns(batch: Batch, own: np.ndarray) -> list[Turns] | None:
+    """Return each of these episodes' rewarded turns, None if the environment gives no rewards."""
     ends, rewards = batch.turn_ends, batch.turn_rewards
     if ends is None or rewards is None:
         return None

@@ -157,8 +157,9 @@ class Replies(AbstractContextManager["Replies"]):
     def told(self, turns: Sequence[TurnOver], outcomes: Sequence[Outcome[Any]]) -> None:
         """Log failures.
 
-        Raises:
-          ScoringFailed: the environment is broken, or too many of these episodes failed; in all processes if in any.
+        Raises, in all processes if in any:
+          ScoringFailed: the environment is broken, or too many of these episodes failed.
+          UserError: a function replied with what is no text.
         """
         unless_stopped(lambda: self._told(turns, outcomes))
 

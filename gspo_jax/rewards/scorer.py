@@ -366,17 +366,20 @@ def unless_stopped(score: Callable[[], Value]) -> Value:
     Raises:
       StopRequested: the scoring was interrupted.
       ScoringFailed: a function is broken.
+      UserError: a function returned what it must not.
     """
     found: list[Value] = []
-    failure: ScoringFailed | None = None
+    failure: ScoringFailed | UserError | None = None
     try:
         found.append(score())
     except StopRequested:
         pass
-    except ScoringFailed as error:
+    except (ScoringFailed, UserError) as error:
         failure = error
     if not hosts.any_process(not found):
         return found[0]
+    if hosts.any_process(isinstance(failure, UserError)):
+        raise UserError(hosts.first_nonempty(str(failure) if isinstance(failure, UserError) else "")) from failure
     if hosts.any_process(failure is not None):
         raise failure or ScoringFailed("a function failed in another process, which says more")
     raise StopRequested

@@ -14,11 +14,14 @@ from jaxtyping import Bool, Float, Int
 from gspo_jax import references
 from gspo_jax.rewards import scores
 from gspo_jax.rewards import steps as known
+from gspo_jax.rewards.functions import EPISODE
 from gspo_jax.rewards.pool import Outcome
 from gspo_jax.rewards.scorer import BrokenWatch, Row, attempt, check_names, check_weights, zip_rows
 
 Steps = list[tuple[int, float]]
 """(end, reward) of each step; `end` counts the completion's characters up to and including it."""
+Turns = tuple[list[int], list[float]]
+"""An episode's rewarded turns: tokens up to the end of each, and its reward."""
 
 _MAX_BYTES_PER_CHARACTER = 4
 """Maximum bytes, and so tokens, of one UTF-8 character."""
@@ -42,18 +45,22 @@ class StepScorer:
     """Weighted step-reward functions.
 
     A function fails if it raises, or returns an invalid score (scores.py) or an end outside the completion. The
-    completion then has no steps. Functions with weight 0 are only recorded.
+    completion then has no steps. Functions with weight 0 are only recorded. The rewards of an environment's object have
+    no steps here: `place_turn_rewards` places them.
     """
 
     def __init__(self, functions: Mapping[str, float], *, own: Mapping[str, str] | None = None) -> None:
         """Look up the functions. Arguments and errors are `Scorer`'s."""
         check_weights("step reward", functions)
         own = own or {}
-        check_names("step reward", functions, [*known.__all__, *own])
-        self._weights = dict(functions)
-        self._watches = {name: BrokenWatch("step reward", name) for name in functions}
+        check_names("step reward", functions, [*known.NAMES, *own])
+        self.turn_weight = functions.get(known.TURNS, 0.0)
+        """Weight of an environment's rewards."""
+        self._names = tuple(functions)
+        self._weights = {name: weight for name, weight in functions.items() if name != known.TURNS}
+        self._watches = {name: BrokenWatch("step reward", name) for name in self._weights}
         self._functions: dict[str, Callable[[str, str, dict[str, Any]], Steps]] = {
-            name: references.function(own.get(name, f"{known.__name__}:{name}")) for name in functions
+            name: references.function(own.get(name, f"{known.__name__}:{name}")) for name in self._weights
         }
 
     def score(
@@ -68,12 +75,13 @@ class StepScorer:
         outcomes = {name: [attempt(_find_steps, f, row) for row in rows] for name, f in self._functions.items()}
         for name, results in outcomes.items():
             self._watches[name].report(rows, results)
-        by_name = {
-            name: np.asarray([_mean_reward(o.value) for o in outcomes[name]], np.float32) for name in self._weights
-        }
+        of_turns: list[Steps] = [record.get(EPISODE, []) for record in records]
+        found = {name: [o.value for o in results] for name, results in outcomes.items()} | {known.TURNS: of_turns}
+        by_name = {name: np.asarray([_mean_reward(each) for each in found[name]], np.float32) for name in self._names}
         weights = {name: weight for name, weight in self._weights.items() if weight}
         merged = [_merge_steps([(w, outcomes[name][i].value) for name, w in weights.items()]) for i in range(len(rows))]
-        failed = np.array([steps is None for steps in merged], bool)
+        beyond = [any(scores.fault(self.turn_weight * reward) for _, reward in each) for each in of_turns]
+        failed = np.array([steps is None for steps in merged], bool) | np.array(beyond, bool)
         return StepScores([steps or [] for steps in merged], by_name, failed)
 
 
@@ -115,6 +123,25 @@ def place_step_rewards(
         np.add.at(rewards[row], at, [reward for _, reward in found])
         is_step[row, at] = True
     return rewards, is_step
+
+
+def place_turn_rewards(
+    turns: Sequence[Turns], mask: Bool[np.ndarray, "B T"]
+) -> tuple[Float[np.ndarray, "B T"], Bool[np.ndarray, "B T"]]:
+    """Place the rewards of turns on their last tokens, an end-of-sequence token where a turn ends with one.
+
+    Args:
+      turns: per response.
+      mask: True on a response's tokens.
+
+    Returns:
+      Rewards, float32, 0 elsewhere, and a mask, True where a rewarded turn ends.
+    """
+    rewards, is_end = np.zeros(mask.shape, np.float32), np.zeros(mask.shape, bool)
+    for row, (ends, given) in enumerate(turns):
+        at = np.flatnonzero(mask[row])[np.array(ends, int) - 1]
+        rewards[row, at], is_end[row, at] = given, True
+    return rewards, is_end
 
 
 def _find_end_tokens(ends: list[int], ids: list[int], text: str, decode: Callable[[list[int]], str]) -> list[int]:

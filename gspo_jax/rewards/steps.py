@@ -7,10 +7,15 @@ they must not hang. Add new ones to `__all__`.
 import re
 from collections import Counter
 
-from gspo_jax.rewards.functions import EPISODE, Record, ascii_operators
+from gspo_jax.rewards.functions import Record, ascii_operators
 from gspo_jax.rewards.notation import MAX_CHARACTERS
 
-__all__ = ["countdown_steps", "environment"]
+__all__ = ["countdown_steps"]
+
+TURNS = "environment"
+"""Name of the rewards that an environment's object gives to turns: they belong to tokens, and to no place in a text."""
+NAMES = (*__all__, TURNS)
+"""Every name of the catalogue."""
 
 # Possessive quantifiers find all runs in linear time.
 _NUMBER = r"[0-9]++(?:\.[0-9]++)?+"
@@ -42,13 +47,6 @@ def countdown_steps(prompt: str, completion: str, record: Record) -> list[tuple[
         if step is not None:
             steps.append((run.start() + len(text), float(_apply_step(available, step))))
     return steps
-
-
-def environment(prompt: str, completion: str, record: Record) -> list[tuple[int, float]]:
-    """Return the rewards that the environment's object gave to an episode's turns."""
-    del prompt
-    length = len(completion)  # a turn may have no text, and so may all of them
-    return [(min(max(end, 1), length), reward) for end, reward in record.get(EPISODE, ()) if length]
 
 
 def _apply_step(available: Counter[int], step: re.Match[str]) -> bool:

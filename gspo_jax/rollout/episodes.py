@@ -371,8 +371,10 @@ class Player:
             texts = rollout.prompts, rollout.prompt_lengths, rollout.tokens
             self.history.add(*texts, rollout.mask.sum(axis=1))
         own = {name: getattr(episodes, name) for name in ("texts", "records", "turns", "stale_tokens", "failed")}
-        if self._environment is not None and self._environment.asks_last:
-            own |= {"turn_ends": episodes.turn_ends, "turn_rewards": episodes.turn_rewards}
+        if self._environment is not None:
+            own["turn_ends"] = episodes.turn_ends
+            if self._environment.asks_last:
+                own["turn_rewards"] = episodes.turn_rewards
         return _with_columns(hosts.shard_rows(self._sampler.mesh, rollout), own)
 
     def _hearing(self, texts: Shaped[np.ndarray, " B"], records: Shaped[np.ndarray, " B"]) -> sampler_lib.Heard | None:

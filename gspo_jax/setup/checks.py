@@ -171,7 +171,7 @@ def _check_rewards(config: ConfigDict) -> None:
     found = scorer.find(config.rewards, own, servers.make(config))
     if (found.programs or config.environment.name in environments.SANDBOXED) and not config.scoring.unsafe:
         sandbox.check_bubblewrap()
-    scorer.check_names("step reward", config.step_rewards, [*steps.__all__, *own])
+    scorer.check_names("step reward", config.step_rewards, [*steps.NAMES, *own])
     for kind, names in (("reward", config.rewards), ("step reward", config.step_rewards)):
         for name in names:
             function = found.waiting.get(name) if kind == "reward" else None

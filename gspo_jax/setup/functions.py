@@ -32,7 +32,7 @@ def load(config: ConfigDict) -> dict[str, Function]:
 
     catalogues = {
         "reward": (*functions.__all__, *isolated.__all__, *code.__all__, *served.NAMES),
-        "step reward": steps.__all__,
+        "step reward": steps.NAMES,
         "environment": environments.__all__,
         "objective": objectives.catalogue.__all__,
         "mismatch correction": mismatch.__all__,

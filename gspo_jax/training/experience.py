@@ -70,8 +70,9 @@ def group_advantages(
         assert sampled is not None
         of_tokens: Any = jnp.zeros(sampled.shape) if rewards.of_steps is None else rewards.of_steps
         total: Any = rewards.total
+        ends: Any = rewards.turn_ends
         settings: dict[str, Any] = {"discount": objective.turn_discount, "advantage": objective.advantage}
-        return group_turns(of_tokens, total, sampled, group_size=group_size, **settings)
+        return group_turns(of_tokens, total, sampled, ends, group_size=group_size, **settings)
     given: Any = rewards.by_name if objective.by_reward else rewards.total
     advantages = objective.advantage(given, group_size=group_size)
     if rewards.of_steps is None:

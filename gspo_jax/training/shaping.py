@@ -75,7 +75,12 @@ class Shaping:
             raise ScoringFailed("none of the batch's responses could be scored; check the reward functions")
         by_name = earned.by_name | ({OVERLONG: shaped} if self.penalty else {})
         return dataclasses.replace(
-            earned, total=total, by_name=by_name, learn=self.trainable(batch), without_worker=None
+            earned,
+            total=total,
+            by_name=by_name,
+            learn=self.trainable(batch),
+            without_worker=None,
+            turn_ends=batch.turn_ends,
         )
 
 

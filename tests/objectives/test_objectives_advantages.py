@@ -230,6 +230,28 @@ def test_group_turns_equal_the_oracle_whatever_lies_in_replies(seed, shape, dens
     np.testing.assert_array_equal(np.asarray(got)[~mask], 0)
 
 
+@settings(deadline=None, max_examples=30, derandomize=True, database=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    discount=st.sampled_from([0.0, 0.9, 1.0]),
+    name=st.sampled_from(list(OF_SUMS)),
+)
+def test_group_turns_of_given_ends_equal_the_oracle(seed, discount, name):
+    """Replies before and between turns may be empty, turns a single token, and episodes without a turn."""
+    rng = np.random.default_rng(seed)
+    rewards, mask, ends = rng.integers(0, 4, (8, 9)).astype(np.float32) / 2, np.zeros((8, 9), bool), []
+    for row in mask:
+        cuts = np.sort(rng.choice(np.arange(1, 10), size=rng.integers(0, 5), replace=False)).tolist()
+        ends.append(cuts)
+        for begin, end in itertools.pairwise([0, *cuts]):
+            row[rng.integers(begin, end) : end] = True  # the rest is a reply
+    outcome = np.where(rng.random(8) < 0.1, np.nan, rng.integers(0, 3, 8)).astype(np.float32)
+    want = oracles.group_turns(name, rewards.astype(float), outcome.astype(float), mask, 4, discount, ends)
+    filled = np.array([cuts + [0] * (4 - len(cuts)) for cuts in ends])
+    given = {"group_size": 4, "discount": discount, "advantage": getattr(advantages, name)}
+    np.testing.assert_allclose(group_turns(rewards, outcome, mask, filled, **given), want, rtol=1e-4, atol=1e-4)
+
+
 def test_group_turns_of_what_does_not_fit():
     with pytest.raises(UserError, match=r"discount=1.5 lies outside \[0, 1\]; 1 means no discount, 0 looks at each"):
         group_turns(jnp.zeros((2, 3)), jnp.zeros(2), jnp.ones((2, 3), bool), group_size=2, discount=1.5)

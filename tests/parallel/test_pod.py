@@ -15,6 +15,7 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
+from examples import http_server
 from gspo_jax import exits
 from gspo_jax.errors import UserError
 from gspo_jax.folder.samples import read_samples
@@ -33,11 +34,12 @@ from tests.pods import (
     train_flags,
     wait_for,
 )
-from tests.tiny import mostly_slow
+from tests.tiny import blurred, mostly_slow
 
 HEARTBEAT_S, LATE_S = 5, 5
 """The heartbeat of tests/pod_config.py, and the slack that a process gets beyond it."""
 CONFIG = f"{ROOT}/tests/pod_config.py"
+COUNTER = ROOT / "tests" / "golden" / "counter"
 TRAIN = ("-m", "gspo_jax.train")
 slow, faults = pytest.mark.slow, pytest.mark.faults
 
@@ -51,19 +53,29 @@ def test_processes_agree_on_rows_on_errors_and_on_where_to_stop(count):
 
 
 @slow
-def test_two_processes_train_and_evaluate_as_one_does(data, tmp_path):
+def test_two_processes_train_and_evaluate_as_one_does(data, tmp_path, monkeypatch):
     """Two processes that shard rows, weights and experts log the metrics of one, and leave the same run folder.
 
-    In the second iteration, over the same prompts, drafts are copied from the first one's responses.
+    In the second iteration, over the same prompts, drafts are copied from the first one's responses. Each process has
+    the environment's objects of its own episodes, which reward turns, and asks a server about these episodes. A teacher
+    is sharded like the policy.
     """
+    monkeypatch.setenv("SCORES_URL", http_server.start())
     one, two = tmp_path / "one", tmp_path / "two"
     settings = {
-        "model.folder": ROOT / "tests" / "golden" / "counter",
+        "model.folder": COUNTER,
+        "teacher.folder": blurred(COUNTER, tmp_path / "teacher"),
+        "functions.terse": ROOT / "examples" / "async_reward.py:terse",
+        "rewards.terse": 0.1,
         "data.data_dir": data,
         "data.max_prompt_length": 16,
         "data.prompts_per_batch": 16,
         "data.limit": 16,
-        "environment.name": "countdown_feedback",
+        "functions.feedback": ROOT / "tests" / "feedback.py:Feedback",
+        "environment.name": "feedback",
+        "step_rewards.environment": 0.5,
+        "objective.turn_discount": 0.9,
+        "scoring.concurrency": 2,
         "sampling.slots": 8,
         "sampling.draft": "history",
         "training.old_logprobs": "recompute",
@@ -75,6 +87,8 @@ def test_two_processes_train_and_evaluate_as_one_does(data, tmp_path):
     first, second = run_processes(2, *TRAIN, *words)
     assert_same_metrics(one, two)
     assert max(row["actor/grad_norm"] for row in rows_of(one)[1:]) > 0.1, "some update has a gradient"
+    assert min(row["teacher/kl"] for row in rows_of(one)[1:]) > 0.1
+    assert 0 < rows_of(one)[-1]["reward/terse"] <= 1 and abs(rows_of(one)[-1]["reward/environment"]) > 0.01
     assert rows_of(two)[-1]["decode/accepted"] > 0
     for folder in ("samples", "held_out"):
         assert read_samples(two, folder) == read_samples(one, folder) != {}

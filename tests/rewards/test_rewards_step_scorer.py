@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import UserError
-from gspo_jax.rewards.step_scorer import StepScorer, place_step_rewards
+from gspo_jax.rewards.step_scorer import StepScorer, place_step_rewards, place_turn_rewards
 
 SETTINGS = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 
@@ -116,6 +116,17 @@ def test_an_empty_batch_is_empty():
         scorer(words=1.0).score(["a"], [], [])
 
 
+def test_an_environment_s_rewards_are_averaged_and_weighed_without_a_step_in_the_text():
+    """A turn may have no text, and so may all of them. 1e18 times 2 is beyond the largest score."""
+    rewards = [[(0, 0.5), (3, 1.0)], [], [(0, 2.0)], [(1, 1e18)]]
+    records = [{"episode": each} for each in rewards]
+    scorer = StepScorer({"environment": 2.0})
+    scores = scorer.score([""] * 4, ["abc", "abc", "", "a"], records)
+    assert scorer.turn_weight == 2.0 and scores.steps == [[]] * 4
+    np.testing.assert_array_equal(scores.by_name["environment"], np.float32([0.75, np.nan, 2.0, 1e18]))
+    assert scores.failed.tolist() == [False, False, False, True]
+
+
 # --- to tokens -------------------------------------------------------------------------------------------------------
 
 TEXTS = [f"{a}*{b}={a * b} #### {a}*{b}" for a in range(20) for b in range(20)] + ["日本 naïve 🦆 =15 "] * 9
@@ -185,6 +196,14 @@ def test_steps_that_do_not_belong_to_the_tokens_are_an_error():
         place_step_rewards([[]], tokens, mask, TOKENIZER.decode)
     with pytest.raises(ValueError, match="a step of response 0 ends at 3, beyond its 2 characters"):
         place_step_rewards([[(3, 1.0)], [(3, 1.0)]], tokens, mask, TOKENIZER.decode)
+
+
+def test_rewards_of_turns_land_on_their_last_tokens():
+    mask = np.ones((3, 6), bool)
+    mask[1, 4:] = False
+    rewards, is_end = place_turn_rewards([([1, 2, 6], [0.5, 0.0, -1.0]), ([4], [2.0]), ([], [])], mask)
+    np.testing.assert_array_equal(rewards, np.float32([[0.5, 0, 0, 0, 0, -1], [0, 0, 0, 2, 0, 0], [0] * 6]))
+    assert [np.flatnonzero(row).tolist() for row in is_end] == [[0, 1, 5], [3], []] and rewards.dtype == np.float32
 
 
 def naive(end, ids, decode):

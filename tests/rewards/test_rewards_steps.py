@@ -30,13 +30,6 @@ def test_a_step_ends_with_its_result():
     assert steps.countdown_steps("", "no step", record) == []
 
 
-def test_rewards_of_an_environment_end_within_the_text_and_there_are_none_without():
-    """A turn may have no text, and so may all of them."""
-    turns = {"episode": [(0, 0.5), (3, 1.0), (7, 2.0)]}
-    assert steps.environment("", "12345", turns) == [(1, 0.5), (3, 1.0), (5, 2.0)]
-    assert steps.environment("", "", turns) == steps.environment("", "12345", {}) == []
-
-
 @pytest.mark.parametrize(
     ("completion", "expected"),
     [

@@ -360,8 +360,9 @@ def test_a_critic_is_taken_left_behind_or_made(adder, tmp_path, capsys):
 
 @pytest.mark.faults
 def test_two_processes_begin_where_one_was(whole, data, tmp_path):
-    """Process 0 chooses the checkpoint for both, or both end by its sentence."""
-    before, words = contents(whole), ["-m", "gspo_jax.train", *field_run(tmp_path / "new", data, iterations=1)]
+    """On half its devices. Process 0 chooses the checkpoint for both, or both end by its sentence."""
+    fewer = {"cpu_devices": 4, "mesh.data": 1, "sampling.slots": 16}
+    before, words = contents(whole), ["-m", "gspo_jax.train", *field_run(tmp_path / "new", data, iterations=1, **fewer)]
     with Pod(2, *words, f"--from={whole}@1") as pod:
         for text in pod.finish():
             assert f"error: the run in {whole} has no checkpoint 1; there are 5, 6, numbered by iterations" in text
@@ -370,3 +371,8 @@ def test_two_processes_begin_where_one_was(whole, data, tmp_path):
     assert f"beginning from iteration 6 (update 12) of {whole}: weights, optimizer moments and data position" in said
     assert "unfinished rollouts are left behind" in " ".join(said.split())
     assert rows_of(tmp_path / "new")[-1]["iteration"] == 1 and contents(whole) == before
+    theirs, ours = state_of(whole / "checkpoints", 6), first_state(tmp_path / "new", tmp_path / "zero")
+    assert ours.keys() == theirs.keys()
+    for name, leaf in theirs.items():
+        if "updates" not in name and "skipped" not in name and not name.endswith(".count"):
+            np.testing.assert_array_equal(ours[name], np.asarray(leaf), err_msg=name)

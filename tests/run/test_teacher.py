@@ -6,7 +6,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from ml_collections import ConfigDict
 from safetensors.numpy import load_file, save_file
@@ -20,6 +19,7 @@ from gspo_jax.setup import data as setup_data
 from gspo_jax.setup import teacher
 from gspo_jax.setup.checks import check, check_elsewhere
 from gspo_jax.train import train
+from tests import tiny
 
 ROOT = Path(__file__).parents[2]
 ADDER = ROOT / "tests" / "golden" / "adder"
@@ -27,13 +27,8 @@ ADDER = ROOT / "tests" / "golden" / "adder"
 
 @pytest.fixture(scope="module")
 def blurred(tmp_path_factory) -> Path:
-    """Return a folder with the adder's weights and noise of half their standard deviation: a policy to be taught."""
-    folder, rng = tmp_path_factory.mktemp("blurred") / "model", np.random.default_rng(0)
-    shutil.copytree(ADDER, folder)
-    weights = load_file(folder / "model.safetensors")
-    noisy = {name: x + 0.5 * x.std() * rng.standard_normal(x.shape).astype(x.dtype) for name, x in weights.items()}
-    save_file(noisy, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    """Return a folder with a policy to be taught."""
+    return tiny.blurred(ADDER, tmp_path_factory.mktemp("blurred") / "model")
 
 
 def settings(data: Path, student: Path, **fields) -> ConfigDict:

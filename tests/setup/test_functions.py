@@ -8,6 +8,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, references
+from gspo_jax.data import supervised, tasks
 from gspo_jax.errors import UserError
 from gspo_jax.setup import data, learning
 from gspo_jax.setup.checks import check
@@ -249,6 +250,47 @@ def test_rows_of_an_own_task_are_records(written):
     config.data.options = {}
     with pytest.raises(UserError, match=r"task mine, train row 0 is .*; return dicts with a question and an answer"):
         data.load_records(config, "train")
+
+
+def say(role, content="", **more):
+    return {"role": role, "content": content, **more}
+
+
+OPEN = {"function": {"name": "open", "arguments": '{"door": 4}'}}
+EPISODE = [say("assistant", tool_calls=[OPEN]), say("tool", "key 83"), say("assistant", "#### 83")]
+
+
+def rows_of(made, split):
+    """Return the rows of an own task that returns one row, `made` beside a question and an answer."""
+    row = {"question": "Door 4?", "answer": "83"} | made
+    return tasks.load("mine", split=split, own={"mine": lambda split: [row]})
+
+
+def test_rows_of_an_own_task_may_be_conversations_and_episodes():
+    (record,) = rows_of({"messages": [say("system", ""), say("user", "Door 4?")], "turns": EPISODE}, "train")
+    assert record["messages"] == [say("user", "Door 4?")] and record["question"] == "Door 4?"
+    (whole,) = supervised.conversations([record])
+    assert [turn["role"] for turn in whole["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert whole["messages"][1]["tool_calls"][0]["function"] == {"name": "open", "arguments": {"door": 4}}
+    (plain,) = supervised.conversations(rows_of({"turns": EPISODE}, "train"))
+    assert plain["messages"] == whole["messages"]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"messages": "Door 4?"}, "messages are not a list"),
+        ({"messages": [{"content": "?"}]}, "message without role"),
+        ({"messages": [say("user", "?"), say("assistant", "!")]}, "messages end with the assistant's turn"),
+        ({"turns": "83"}, "turns are not a list"),
+        ({"turns": []}, "turns do not end with the assistant's"),
+        ({"turns": EPISODE[:2]}, "turns do not end with the assistant's"),
+        ({"turns": EPISODE[1:]}, "tool's reply without a call before it"),
+    ],
+)
+def test_conversations_that_are_none_are_refused_by_their_row(row, says):
+    with pytest.raises(UserError, match=f"^task mine, test row 0: {says}; write messages with role and content"):
+        rows_of(row, "test")
 
 
 def test_flags_add_names_to_a_config():

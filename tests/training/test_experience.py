@@ -27,14 +27,15 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.progress import Progress
 from gspo_jax.rewards.batches import BatchScorer
 from gspo_jax.rewards.scorer import Scores
-from gspo_jax.rewards.step_scorer import StepScores
+from gspo_jax.rewards.step_scorer import StepScorer, StepScores
 from gspo_jax.rollout.rounds import Rounds
 from gspo_jax.run.clock import Clock
 from gspo_jax.run.log import RunLog, opening_lines
-from gspo_jax.training.experience import make_experience
+from gspo_jax.training.experience import group_advantages, make_experience
 from gspo_jax.training.packing import Packer
 from gspo_jax.training.shaping import Filter, Shaping, differ
 from gspo_jax.types import Batch, OldPolicy, Rewards, Rollout, RouterRecord
+from tests import oracles
 from tests.tiny import dealt
 
 B, T, G = 4, 5, 2
@@ -268,6 +269,47 @@ def test_steps_are_rewarded_where_the_policy_ends_them():
     np.testing.assert_array_equal(rewards.steps, rewards.of_steps != 0)
     assert rewards.learn.tolist() == [True, True, True, False] and np.isnan(rewards.total[-1])
     assert rewards.by_name.keys() == {"right", "halves"}
+
+
+def test_every_turn_s_reward_is_that_of_its_own_tokens():
+    """From batch to advantage: turns of an end of sequence alone, without text, and turns with no reply between them.
+
+    Token 9 is the end of a turn, which has no text. The first response is 9, then 2 9, then a reply of two tokens and 9
+    again; the second 9 9 after each other; the third is cut off in its second turn, without a reward for it.
+    """
+    ends = [[1, 3, 6], [1, 2], [2, 5], [4]]
+    tokens, drawn = np.zeros((B, 6), np.int32), np.zeros((B, 6), bool)
+    for i, row in enumerate([[9, 2, 9, 5, 5, 9], [9, 9], [2, 9, 5, 2, 2], [2, 2, 2, 9]]):
+        tokens[i, : len(row)], drawn[i, : len(row)] = row, np.array(row) != 5
+    mask = tokens > 0
+    given = np.float32([[1, 2, 4], [8, 0.5, nan], [3, nan, nan], [0.25, nan, nan]])
+    settings = {"tokens": tokens, "mask": mask, "action_mask": drawn}
+    settings |= {name: np.zeros((B, 6), np.float32) for name in ("logprobs", "behaviour_logprobs")}
+    played = jax.device_put(dataclasses.replace(rollout(), **settings), mesh_lib.rows_sharding(MESH))
+    batch = a_round(0, [0] * B)
+    filled = np.array([each + [0] * (3 - len(each)) for each in ends])
+    batch = dataclasses.replace(
+        batch, rollout=played, rewards=None, turn_ends=filled, turn_rewards=given, records=np.array([{}] * B)
+    )
+    slow = Slow(Scores(TOTAL, {"right": TOTAL}, 0, seconds=1.0, queued_s=[], without_worker=None))
+    slow.finish.set()
+    decode, steps = (lambda ids: "".join(str(i) for i in ids if i != 9)), StepScorer({"environment": 0.5})
+    scored = BatchScorer(slow, decode, MESH, steps=steps).score(batch)
+    want = np.zeros((B, 6))
+    for i, turns in enumerate(ends):
+        for end, reward in zip(turns, given[i], strict=False):
+            want[i, end - 1] = 0 if np.isnan(reward) else 0.5 * reward
+    np.testing.assert_array_equal(scored.of_steps, want)
+    np.testing.assert_array_equal(scored.steps, want != 0)
+    np.testing.assert_allclose(scored.by_name["environment"], [7 / 3, 4.25, 3, 0.25], rtol=1e-6)
+
+    objective = dataclasses.replace(objectives.make("gspo_token"), turn_discount=0.9)
+    batch = dataclasses.replace(batch, rewards=scored)
+    shaped = dataclasses.replace(SHAPING, limit=6).rewards(batch)
+    found = group_advantages(objective, shaped, drawn, group_size=G)
+    oracle = oracles.group_turns("group_zscore", want, TOTAL.astype(float), drawn, G, 0.9, ends)
+    np.testing.assert_allclose(found, oracle, rtol=1e-5, atol=1e-6)
+    assert len(set(np.asarray(found)[0, [0, 1, 5]].tolist())) == 3, "three turns"
 
 
 def test_groups_without_contrast_are_replaced():
