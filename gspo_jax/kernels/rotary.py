@@ -23,7 +23,7 @@ def rms_norm(x: Float[Array, "*b D"], scale: Float[Array, " D"], eps: float) -> 
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine of position · frequency_i, times an amplitude; for all layers: they cost more than the turning."""
+    """Cosine and sine of position · frequency_i, times an amplitude, for all layers: they cost more than rotating."""
 
     cos: Float[Array, "B 1 T half"]
     sin: Float[Array, "B 1 T half"]
@@ -37,10 +37,15 @@ class Rotation(NamedTuple):
 
 
 def rope(x: Float[Array, "B N T h"], rotation: Rotation) -> Float[Array, "B N T h"]:
-    """Rotate pairs (x_i, x_{i+h/2}) by position · frequency_i (arXiv 2104.09864, half-split layout)."""
+    """Rotate pairs (x_i, x_{i+n/2}) by position · frequency_i (arXiv 2104.09864, half-split layout).
+
+    With n/2 frequencies the first n dimensions are rotated, and others left alone.
+    """
     cos, sin = rotation
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    half = cos.shape[-1]
+    a, b = x[..., :half].astype(jnp.float32), x[..., half : 2 * half].astype(jnp.float32)
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    return turned if x.shape[-1] == 2 * half else jnp.concatenate([turned, x[..., 2 * half :]], axis=-1)
 
 
 def halves(x: Float[Array, "B N T h"]) -> Float[Array, "B N T h"]:
@@ -48,9 +53,12 @@ def halves(x: Float[Array, "B N T h"]) -> Float[Array, "B N T h"]:
     return jnp.swapaxes(x.reshape(*x.shape[:-1], -1, 2), -1, -2).reshape(x.shape)
 
 
-def in_place(tokens: int, width: int) -> bool:
-    """Return True where `normed_rope` has a kernel: on TPU, for heads of whole lanes and more than a few tokens."""
-    return platform() == "tpu" and width == rotary_tpu.LANES and tokens >= rotary_tpu.LANES
+def in_place(tokens: int, width: int, rotation: Rotation) -> bool:
+    """Return True where `normed_rope` has a kernel: on TPU, for more than a few tokens and heads of whole lanes, all
+    rotated.
+    """
+    whole = width == rotary_tpu.LANES == 2 * rotation.cos.shape[-1]
+    return platform() == "tpu" and whole and tokens >= rotary_tpu.LANES
 
 
 def normed_rope(

@@ -13,8 +13,8 @@ from gspo_jax.kernels.decode_qkv_tpu import HeadNorms
 from gspo_jax.kernels.kv import KV, Values
 from gspo_jax.kernels.packed_attention import Spans, packed_attention
 from gspo_jax.kernels.rotary import Rotation, in_place, normed_rope, rms_norm, rope
-from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
-from gspo_jax.models.matrices import project
+from gspo_jax.models.config import ModelConfig, Stack, ones, parameter, zeros
+from gspo_jax.models.matrices import BIAS, project
 from gspo_jax.parallel.mesh import head_axis, on_shards
 
 
@@ -123,6 +123,9 @@ class Attention(nnx.Module):
         self.k = parameter(rngs, (L, D, keys), ("layers", "embed", "kv_heads"))
         self.v = parameter(rngs, (L, D, keys), ("layers", "embed", "kv_heads"))
         self.o = parameter(rngs, (L, queries, D), ("layers", "heads", "embed"))
+        of = {"q": (queries, "heads"), "k": (keys, "kv_heads"), "v": (keys, "kv_heads")}
+        for name, (width, axis) in of.items() if config.attention_bias else ():
+            setattr(self, name + BIAS, parameter(rngs, (L, width), ("layers", axis), zeros))
         self.q_norm: Any = norm and norm(config, stack, "heads", rngs=rngs)
         self.k_norm: Any = norm and norm(config, stack, "kv_heads", rngs=rngs)
 
@@ -133,6 +136,8 @@ class Attention(nnx.Module):
         q, k, v = project(self, ("q", "k", "v"), x)
         q, k = self._turned(q, self.q_norm, rotation, "heads"), self._turned(k, self.k_norm, rotation, "kv_heads")
         v = checkpoint_name(v, "dot").reshape(*v.shape[:2], -1, self.config.head_dim)
+        if self.config.attention_multiplier is not None:  # the kernels divide by √h
+            q = q * (self.config.attention_multiplier * self.config.head_dim**0.5)
         out, kept = context.attend(q, k, v)
         (y,) = project(self, ("o",), out.reshape(*x.shape[:2], -1))
         return y, kept
@@ -140,7 +145,7 @@ class Attention(nnx.Module):
     def _turned(self, x: Float[Array, "B T n"], norm: Any, rotation: Rotation, axis: str) -> Array:
         """Return the heads [B, T, N, h], normed and turned."""
         h = self.config.head_dim
-        if in_place(x.shape[1], h) and isinstance(norm, HeadNorm | None):
+        if in_place(x.shape[1], h, rotation) and isinstance(norm, HeadNorm | None):
             scale = None if norm is None else norm.scale[...]
 
             def run(x: Array, rotation: Rotation, scale: Array | None) -> Array:

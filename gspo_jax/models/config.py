@@ -123,8 +123,6 @@ class Latent:
     """Width of a head's value."""
     interleaved: bool
     """True if the rotary pairs are adjacent columns. Else they are half a head apart."""
-    biased: bool = False
-    """True if the projections from and to the residual stream have a bias; not that of queries without a latent."""
 
 
 class Cached(NamedTuple):
@@ -171,6 +169,20 @@ class ModelConfig:
     """Inner width of a routed layer's shared experts, which every token passes, all side by side; 0: none."""
     rope_theta: float = 1e6
     rope_scaling: Rope | None = None
+    partial_rotary_factor: float = 1.0
+    """Share of a head's dimensions, its first, that positions turn."""
+    qk_norm: bool = False
+    """Norm queries and keys, in a family where only some models do (GLM-4.5)."""
+    attention_bias: bool = False
+    """Give queries, keys and values a bias; in latent attention latents and outputs, but not queries made directly."""
+    attention_multiplier: float | None = None
+    """Factor of q·k in attention; None: 1 / √head_dim."""
+    embedding_multiplier: float = 1.0
+    """Factor of embedded tokens, as are the next two of Granite's."""
+    residual_multiplier: float = 1.0
+    """Factor of a layer's two outputs before they are added to the residual stream."""
+    logits_scaling: float = 1.0
+    """Divisor of logits."""
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 40960
@@ -186,6 +198,11 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise UserError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs, use an even number")
+        if not 0 < self.partial_rotary_factor <= 1 or self.rotary_dim < 2 or self.rotary_dim % 2:
+            raise UserError(
+                f"partial_rotary_factor {self.partial_rotary_factor:g} turns {self.rotary_dim} of the {self.head_dim} "
+                "dimensions of a head; use one up to 1 that turns an even number"
+            )
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise UserError(
                 f"experts_per_token {self.experts_per_token} is outside 1 to num_experts {self.num_experts}; "
@@ -275,7 +292,12 @@ class ModelConfig:
     def rope_frequencies(self) -> Float[Array, " half"]:
         """Return the radians per position by which the pairs of a head turn."""
         kind = plain_frequencies if self.rope_scaling is None else self.rope_scaling.frequencies
-        return kind(self.rope_theta, self.head_dim)
+        return kind(self.rope_theta, self.rotary_dim)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that positions turn."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def rope_amplitude(self) -> float:

@@ -87,44 +87,70 @@ class ConfigJson:
             raise UserError(f"{self.file}: {name} is {_shown(value)}; it must be true or false")
         return default if value is None else value
 
-    def experts_per_token(self, experts: int) -> int:
+    def check_window(self, positions: int, *, default: int | None) -> None:
+        """Raise a UserError if `sliding_window`, in use wherever it is no null, hides any of `positions`."""
+        window = self.fields.get("sliding_window", default)
+        if window is not None and (not isinstance(window, int) or window < positions):
+            raise UserError(f"{self.file}: sliding_window is {_shown(window)}; supported: only null")
+
+    def experts_per_token(self, experts: int, *, default: int | None = None) -> int:
         """Return `num_experts_per_tok`. Raise a UserError if it exceeds `experts`."""
-        chosen = self.size("num_experts_per_tok")
+        chosen = self.size("num_experts_per_tok", default=default)
         if chosen > experts:
             raise UserError(
                 f"{self.file}: num_experts_per_tok {chosen} is above the {experts} experts; set it to {experts} or less"
             )
         return chosen
 
-    def common(self, *, positions: int, eps: float, pad: int | None, eos: int | None) -> dict[str, Any]:
+    def common(
+        self,
+        *,
+        positions: int,
+        eps: float,
+        pad: int | None,
+        eos: int | None,
+        theta: float = 1e4,
+        rotary: float | None = None,
+    ) -> dict[str, Any]:
         """Return the `ModelConfig` fields that families read alike.
 
         Args:
-          positions, eps, pad, eos: transformers' defaults for absent fields.
+          positions, eps, pad, eos, theta: transformers' defaults for absent fields.
+          rotary: its default share of a head that is turned; None: the family turns whole heads.
 
         Raises:
           UserError: a size is missing, or the kind of rotary positions is not implemented.
         """
         ends = self.fields.get("eos_token_id", eos)
-        theta, scaling = self._rope()
+        base, scaling = self._rope(theta, partial=rotary is not None)
         return {
             **{ours: self.size(theirs) for ours, theirs in _SIZES.items()},
             "num_kv_heads": self.size("num_key_value_heads", default=self.size("num_attention_heads")),
             "max_position_embeddings": self.size("max_position_embeddings", default=positions),
-            "rope_theta": theta,
+            "rope_theta": base,
             "rope_scaling": scaling,
+            "partial_rotary_factor": 1.0 if rotary is None else self._rotary(rotary),
             "rms_norm_eps": self.number("rms_norm_eps", self.fields.get("rms_norm_eps", eps)),
             "tie_word_embeddings": self.flag("tie_word_embeddings"),
             "eos_token_ids": token_ids(self.file, "eos_token_id", ends),
             "pad_token_id": token_id(self.file, "pad_token_id", self.fields.get("pad_token_id", pad)),
         }
 
-    def _rope(self) -> tuple[float, Rope | None]:
+    def _rotary(self, default: float) -> float:
+        """Return the share of a head that is turned, where transformers looks for it."""
+        name = "partial_rotary_factor"
+        given = (self.fields.get("rope_parameters"), self.fields.get("rope_scaling"), self.fields)
+        value = self.number(name, next((f[name] for f in given if f and f.get(name) is not None), default))
+        if value > 1:
+            raise UserError(f"{self.file}: {name} is {value:g}; it must be a share of a head, 1 or less")
+        return value
+
+    def _rope(self, theta: float, *, partial: bool) -> tuple[float, Rope | None]:
         """Return base and scaling from `rope_parameters` (transformers 5) before the top level (4)."""
-        theta, scaling = self.fields.get("rope_theta", 10000.0), None
+        theta, scaling = self.fields.get("rope_theta", theta), None
         for field in ("rope_parameters", "rope_scaling"):
             rope = self.fields.get(field) or {}
-            kind = rope.get("rope_type", rope.get("type", "default")) if _is_for_whole_heads(rope) else None
+            kind = rope.get("rope_type", rope.get("type", "default")) if _is_one(rope, partial=partial) else None
             if kind not in ("default", "llama3", "yarn"):
                 supported = 'only rope_type "default", "llama3" and "yarn", one for all layers, on the whole head'
                 raise UserError(f"{self.file}: {field} is {_shown(rope)}; supported: {supported}")
@@ -164,11 +190,11 @@ class ConfigJson:
             raise UserError(f"{self.file}: {says}; correct them")
 
 
-def _is_for_whole_heads(rope: Any) -> bool:
-    """Return True for one kind of rotation for all layers and dimensions."""
-    if not isinstance(rope, dict):
+def _is_one(rope: Any, *, partial: bool) -> bool:
+    """Return True for one kind of rotation for all layers, and unless `partial` for whole heads."""
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         return False
-    return not any(isinstance(value, dict) for value in rope.values()) and rope.get("partial_rotary_factor", 1) == 1
+    return partial or rope.get("partial_rotary_factor", 1) in (1, None)
 
 
 def token_id(file: pathlib.Path, field: str, value: Any) -> int | None:
@@ -190,16 +216,18 @@ def common_fields(config: ModelConfig) -> dict[str, Any]:
     if scaling is not None:
         given = {name: value for name, value in dataclasses.asdict(scaling).items() if value is not None}
         rope = {"rope_type": "yarn" if isinstance(scaling, YarnRope) else "llama3"} | given
+    rotary = {} if config.partial_rotary_factor == 1 else {"partial_rotary_factor": config.partial_rotary_factor}
     return {theirs: getattr(config, ours) for ours, theirs in _SIZES.items()} | {
         "num_key_value_heads": config.num_kv_heads,
         "max_position_embeddings": config.max_position_embeddings,
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling and rope,
-        "rope_parameters": rope | {"rope_theta": config.rope_theta},
+        "rope_parameters": rope | {"rope_theta": config.rope_theta} | rotary,
+        **rotary,
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.tie_word_embeddings,
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": config.attention_bias,
         "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else eos,
         "pad_token_id": config.pad_token_id,
     }

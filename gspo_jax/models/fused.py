@@ -32,7 +32,7 @@ from gspo_jax.kernels.kv import KV, parts
 from gspo_jax.models.attention import Attention
 from gspo_jax.models.cache import Cache, DecodeSlots
 from gspo_jax.models.config import ModelConfig
-from gspo_jax.models.matrices import ADAPTER, SCALE
+from gspo_jax.models.matrices import ADAPTER, BIAS, SCALE
 from gspo_jax.models.moe import MLP, MoE, Routes, softmax_router
 from gspo_jax.parallel import spread
 from gspo_jax.parallel.mesh import AXES, has_mesh, manual_axes
@@ -52,6 +52,8 @@ def _known(block: Any) -> bool:
     routed = type(feed_forward) is MoE and feed_forward.choose is softmax_router and feed_forward.shared is None
     if type(attention) is not Attention or not (routed or type(feed_forward) is MLP):
         return False
+    if getattr(attention, "q" + BIAS, None) is not None:
+        return False
     over_chips = {spread.is_spread(getattr(attention, name)) for name in ("q", "k", "v", "o")}
     if len(over_chips) > 1 or (True in over_chips and _sharded("tensor")):
         return False
@@ -62,11 +64,11 @@ def _known(block: Any) -> bool:
 
 
 def _fits(config: ModelConfig, cache: Cache) -> bool:
-    """Whole tiles: what the TPU's compiler takes."""
+    """Whole tiles: what the TPU's compiler takes. Heads are turned as a whole, and nothing is multiplied."""
     keys, _ = parts(cache.k)
-    return (
-        keys.shape[3] % (32 // keys.dtype.itemsize) == 0 and config.head_dim % 64 == 0 and config.hidden_size % 128 == 0
-    )
+    whole = config.head_dim % 64 == 0 and config.hidden_size % 128 == 0 and config.rotary_dim == config.head_dim
+    plain = config.attention_multiplier is None and config.residual_multiplier == 1
+    return keys.shape[3] % (32 // keys.dtype.itemsize) == 0 and whole and plain
 
 
 def _sharded(axis: str) -> bool:

@@ -203,21 +203,25 @@ def write(
     multihost_utils.sync_global_devices("huggingface.save")
 
 
-_Entry = tuple[str, str, Rule, tuple[int, ...]]  # (their name, our path, its rule, index into our leading axes)
+_Entry = tuple[str, tuple[str, ...], Rule, tuple[int, ...]]
+"""(their name, our path, or two for its halves, the first one's rule, index into our leading axes)."""
 
 
 def _entries(config: ModelConfig, params: Mapping[str, Any]) -> list[_Entry]:
     """Sort tensors by layer: reading a few layers then opens few files."""
+    rules = families.of(config).rules(config, ())
+    second = {(rule.tensor, rule.layers): path for path, rule in rules.items() if rule.half == 1}
     entries = [
-        (name, path, rule, at)
-        for path, rule in families.of(config).rules(config, ()).items()
+        (name, (path,) if rule.half is None else (path, second[rule.tensor, rule.layers]), rule, at)
+        for path, rule in rules.items()
+        if rule.half != 1
         for at, name in rule.entries(params[path].shape)
     ]
     return sorted(entries, key=lambda entry: [entry[2].layer(layer) for layer in entry[3][:1]])
 
 
 def _shapes(entries: list[_Entry], params: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: rule.shape(params[path].shape) for name, path, rule, _ in entries}
+    return {name: rule.shape(params[paths[0]].shape) for name, paths, rule, _ in entries}
 
 
 def _float32(config: ModelConfig) -> dict[str, np.dtype]:
@@ -237,14 +241,19 @@ def _shards(sizes: list[int], limit: int) -> list[int]:
 
 
 def _tensors(entries: list[_Entry], params: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Gather one layer of one parameter at a time."""
-    for (path, layer), group in itertools.groupby(entries, key=lambda entry: (entry[1], entry[3][:1])):
+    """Gather one layer of one parameter, or of two halves, at a time."""
+
+    def whole(path: str, layer: tuple[int, ...]) -> np.ndarray:
         value = jax.lax.dynamic_index_in_dim(params[path], layer[0], keepdims=False) if layer else params[path]
         if not value.is_fully_addressable:
             value = multihost_utils.process_allgather(value, tiled=True)
-        whole = np.asarray(value)
+        return np.asarray(value)
+
+    for (paths, layer), group in itertools.groupby(entries, key=lambda entry: (entry[1], entry[3][:1])):
+        values = [whole(path, layer) for path in paths]
         for name, _, rule, at in group:
-            yield name, rule.to_theirs(whole[at[1:]])
+            parts = [rule.to_theirs(value[at[1:]]) for value in values]
+            yield name, parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
 
 def _publish(temporary: pathlib.Path, folder: pathlib.Path) -> None:

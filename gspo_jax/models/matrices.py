@@ -1,4 +1,4 @@
-"""A matrix as a layer computes with it: weights, int8 column scales, and an adapter.
+"""A matrix as a layer computes with it: weights, int8 column scales, an adapter, and a bias beside.
 
 Modules hold these as parameters named after the weights.
 """
@@ -19,6 +19,8 @@ ADAPTER = "_adapter"
 """Name suffix of a parameter's `lora.Adapter`."""
 SCALE = "_scale"
 """Name suffix of a parameter's `int8.Scale`."""
+BIAS = "_bias"
+"""Name suffix of a projection's bias, which is trained with the matrix and has no adapter."""
 
 
 class Matrix(NamedTuple):
@@ -52,7 +54,7 @@ def matrix(module: nnx.Module, name: str, dtype: DTypeLike) -> Matrix:
 
 
 def project(module: nnx.Module, names: Sequence[str], x: Float[Array, "B T n"]) -> list[Float[Array, "B T _"]]:
-    """Return x times each of a module's matrices, in x's dtype."""
+    """Return x times each of a module's matrices, plus its bias if it has one, in x's dtype."""
     own = {name: matrix(module, name, x.dtype) for name in names}
     bases = {name: m._replace(low=None) for name, m in own.items()}
     over = [name for name in names if spread.is_spread(getattr(module, name))]
@@ -60,4 +62,6 @@ def project(module: nnx.Module, names: Sequence[str], x: Float[Array, "B T n"]) 
     if over:
         columns = [getattr(module, name).get_metadata("axes")[-1] for name in over]
         found |= zip(over, spread.products([bases[name] for name in over], columns, x), strict=True)
-    return [found[name] if m.low is None else found[name] + m.low(x) for name, m in own.items()]
+    found = {name: found[name] if m.low is None else found[name] + m.low(x) for name, m in own.items()}
+    biases = {name: getattr(module, name + BIAS, None) for name in names}
+    return [y if (bias := biases[name]) is None else y + bias.astype(y.dtype)[None, None] for name, y in found.items()]

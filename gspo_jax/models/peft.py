@@ -184,8 +184,7 @@ def save(params: nnx.State, config: ModelConfig, adapters: Adapters, folder: Pat
 
 def _modules(config: ModelConfig, matrix: str, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
     """Yield every index into a parameter's outer axes, with the module of its matrix."""
-    for at, name in families.of(config).rules(config, ())[matrix].entries(shape):
-        yield at, name.removesuffix(".weight")
+    yield from families.of(config).rules(config, ())[matrix].modules(shape)
 
 
 def read_pairs(folder: Path, config: ModelConfig, adapters: Adapters) -> dict[str, Pair]:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from gspo_jax import foreign, signals
 from gspo_jax.errors import UserError
 from gspo_jax.models import int8
-from gspo_jax.models.config import Latent, ModelConfig
+from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.config_json import CONFIG, read_if_any, read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -42,6 +42,8 @@ class Rule:
     """Checkpoint numbers of our layers; None: as ours."""
     float32: bool = False
     """Written in float32, whatever the other tensors' dtype."""
+    module: str = ""
+    """Name in transformers 5 of the module with this matrix, one per "{L}" and "{E}"; empty: as the tensor's."""
 
     @property
     def ours(self) -> list[str]:
@@ -76,11 +78,20 @@ class Rule:
 
     def entries(self, ours: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield every outer index with their tensor's name."""
-        for at in itertools.product(*(range(n) for n in ours[: len(self.outer)])):
-            yield at, self.name(dict(zip(self.outer, at, strict=True)))
+        return self._named(self.tensor, ours)
+
+    def modules(self, ours: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
+        """Yield every index of a matrix with the name of its module."""
+        return self._named(self.module or self.tensor.removesuffix(".weight"), ours)
+
+    def _named(self, template: str, ours: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
+        outer = [axis for axis in self.ours if f"{{{axis}}}" in template]
+        for at in itertools.product(*(range(n) for n in ours[: len(outer)])):
+            index = dict(zip(outer, at, strict=True))
+            yield at, template.format(**{axis: self.layer(i) if axis == "L" else i for axis, i in index.items()})
 
     def to_theirs(self, ours: np.ndarray) -> np.ndarray:
-        """Return one of their tensors from our parameter at an outer index; undefined for a `half`."""
+        """Return one of their tensors, or its `half`, from our parameter at an outer index."""
         inner = self.ours[len(self.outer) :]
         return ours.transpose([inner.index(axis) for axis in self.theirs])
 
@@ -155,14 +166,19 @@ _LATENT_QUERIES = {
 }
 
 
-def latent_attention(latent: Latent) -> dict[str, Rule]:
+def latent_attention(config: ModelConfig) -> dict[str, Rule]:
     """Return the rules of multi-head latent attention, and of a layer's norms."""
+    assert config.latent is not None, "the family sets it"
     direct = {"attention.q": ATTENTION["attention.q"]}
-    rules = _LATENT | (direct if latent.query_rank is None else _LATENT_QUERIES)
-    biased = [path for path in ("attention.q_a", "attention.kv_a", "attention.o") if latent.biased and path in rules]
-    biases = {path: rules[path].tensor.replace(".weight", ".bias") for path in biased}
-    return rules | {path + "_bias": Rule(name, "L R -> R") for path, name in biases.items()}
+    rules = _LATENT | (direct if config.latent.query_rank is None else _LATENT_QUERIES)
+    biased = ("attention.q_a", "attention.kv_a", "attention.o") if config.attention_bias else ()
+    names = {path: rules[path].tensor.replace(".weight", ".bias") for path in biased if path in rules}
+    return rules | {path + "_bias": Rule(name, "L R -> R") for path, name in names.items()}
 
+
+ATTENTION_BIAS = {
+    f"attention.{name}_bias": Rule(_LAYER + f"self_attn.{name}_proj.bias", "L H -> H") for name in ("q", "k", "v")
+}
 
 HEAD_NORMS = {
     "attention.q_norm.scale": Rule(_LAYER + "self_attn.q_norm.weight", "L h -> h"),

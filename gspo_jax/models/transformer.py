@@ -117,10 +117,14 @@ class Block(nnx.Module):
         eps = self.config.rms_norm_eps
         with jax.named_scope("attention"):
             y, kept = self.attention(rms_norm(x, self.attention_norm[...], eps), rotation, context)
-        x = checkpoint_name(constrain(x + y, "batch", None, None), "dot")
+        x = checkpoint_name(constrain(x + self._scaled(y), "batch", None, None), "dot")
         with jax.named_scope("feed_forward"):
             y, routes = self.mlp(rms_norm(x, self.mlp_norm[...], eps), valid, asked, layer, keeps)
-        return constrain(x + y, "batch", None, None), routes, kept
+        return constrain(x + self._scaled(y), "batch", None, None), routes, kept
+
+    def _scaled(self, y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        factor = self.config.residual_multiplier
+        return y if factor == 1 else y * factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,16 +306,19 @@ class Transformer(nnx.Module):
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         if spread.is_spread(self.embed):
-            return constrain(spread.lookup(self.embed.astype(self.dtype), tokens), "batch", None, None)
-        # The batch is sharded over fsdp too, and a lookup cannot keep both sharded.
-        embed = constrain(self.embed.astype(self.dtype), "vocab", None)
-        return constrain(embed[tokens], "batch", None, None)
+            x = spread.lookup(self.embed.astype(self.dtype), tokens)
+        else:
+            # The batch is sharded over fsdp too, and a lookup cannot keep both sharded.
+            x = constrain(self.embed.astype(self.dtype), "vocab", None)[tokens]
+        factor = self.config.embedding_multiplier
+        return constrain(x if factor == 1 else x * factor, "batch", None, None)
 
     def _output(self, x: Array, routes: Routes) -> Output:
         head = self.embed[...].T if self.head is None else self.head[...]
         head = constrain(head.astype(self.dtype), None, "vocab")  # gathered once, not for each chunk
         is_local = "expert" in manual_axes() and spread.is_spread(self.embed if self.head is None else self.head)
-        return Output(rms_norm(x, self.norm[...], self.config.rms_norm_eps), routes, head, is_local)
+        norm = self.norm[...] / self.config.logits_scaling  # hidden states are divided where they are float32
+        return Output(rms_norm(x, norm, self.config.rms_norm_eps), routes, head, is_local)
 
 
 def _all_sliced(stacked: nnx.State) -> tuple[nnx.State, nnx.State]:

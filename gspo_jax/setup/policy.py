@@ -39,6 +39,8 @@ _SHAPED_BY = {
     "o": (*_LAYER, "num_heads", "head_dim"),
     "k": (*_LAYER, "num_kv_heads", "head_dim"),
     "v": (*_LAYER, "num_kv_heads", "head_dim"),
+    "q_bias": ("num_layers", "num_heads", "head_dim", "attention_bias"),
+    **dict.fromkeys(("k_bias", "v_bias"), ("num_layers", "num_kv_heads", "head_dim", "attention_bias")),
     "q_norm": ("num_layers", "num_heads", "head_dim"),
     "k_norm": ("num_layers", "num_kv_heads", "head_dim"),
     "router": (*_LAYER, "num_experts"),
