@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from gspo_jax import foreign, signals
 from gspo_jax.errors import UserError
 from gspo_jax.models import fp8, int8
-from gspo_jax.models.config import Latent, ModelConfig
+from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.config_json import CONFIG, read_if_any, read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -171,13 +171,14 @@ _LATENT_QUERIES = {
 }
 
 
-def latent_attention(latent: Latent) -> dict[str, Rule]:
+def latent_attention(config: ModelConfig) -> dict[str, Rule]:
     """Return the rules of multi-head latent attention, and of a layer's norms."""
+    assert config.latent is not None, "the family sets it"
     direct = {"attention.q": ATTENTION["attention.q"]}
-    rules = _LATENT | (direct if latent.query_rank is None else _LATENT_QUERIES)
-    biased = [path for path in ("attention.q_a", "attention.kv_a", "attention.o") if latent.biased and path in rules]
-    biases = {path: rules[path].tensor.replace(".weight", ".bias") for path in biased}
-    return rules | {path + "_bias": Rule(name, "L R -> R") for path, name in biases.items()}
+    rules = _LATENT | (direct if config.latent.query_rank is None else _LATENT_QUERIES)
+    biased = ("attention.q_a", "attention.kv_a", "attention.o") if config.attention_bias else ()
+    names = {path: rules[path].tensor.replace(".weight", ".bias") for path in biased if path in rules}
+    return rules | {path + "_bias": Rule(name, "L R -> R") for path, name in names.items()}
 
 
 HEAD_NORMS = {

@@ -7,9 +7,11 @@ and choices (`scoring_func`, `topk_method`), mixtures in some layers alone (`moe
 """
 
 import dataclasses
-from collections.abc import Container
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from typing import Any
+
+from flax import nnx
 
 from gspo_jax.models import tensors
 from gspo_jax.models.config import Latent, ModelConfig, Stack, YarnRope
@@ -30,68 +32,89 @@ _SUPPORTED = SUPPORTED | {
 def read(source: ConfigJson) -> ModelConfig:
     """Return the model of a config.json. Raise a UserError as `ConfigJson`."""
     common = source.common(positions=4096, eps=1e-6, pad=None, eos=1)
-    dense = source.count("first_k_dense_replace", default=3)
-    return of_fields(source, common | {"family": "deepseek_v3", "dense_layers": dense}, groups=8, chosen=4, factor=2.5)
-
-
-def of_fields(source: ConfigJson, common: dict[str, Any], *, groups: int, chosen: int, factor: float) -> ModelConfig:
-    """Return the model of the other fields, beside `common` ones.
-
-    Args:
-      groups, chosen, factor: transformers' defaults of the experts' groups, of those per token, and of the weights'
-        factor.
-    """
-    source.check(_SUPPORTED | {"num_key_value_heads": (common["num_heads"], None)})
-    experts, width = source.size("n_routed_experts", "num_local_experts"), source.size("moe_intermediate_size")
-    factor = source.fields.get("routed_scaling_factor", factor)
     return ModelConfig(
-        **common,
-        head_dim=source.size("qk_rope_head_dim"),
-        latent=Latent(
+        family="deepseek_v3",
+        **common | latent(source, common["num_heads"]),
+        **mixture(source, experts=256, chosen=8, width=2048, groups=(8, 4), factor=2.5),
+        dense_layers=min(source.count("first_k_dense_replace", default=3), common["num_layers"]),
+    )
+
+
+def latent(source: ConfigJson, heads: int) -> dict[str, Any]:
+    """Return the fields of latent attention. Raise a UserError as `ConfigJson`, and for what no family here has."""
+    source.check(_SUPPORTED | {"num_key_value_heads": (heads, None)})
+    return {
+        "num_kv_heads": heads,
+        "head_dim": source.size("qk_rope_head_dim"),
+        "latent": Latent(
             rank=source.size("kv_lora_rank"),
             query_rank=None if source.fields.get("q_lora_rank") is None else source.size("q_lora_rank"),
             plain_dim=source.size("qk_nope_head_dim"),
             value_dim=source.size("v_head_dim"),
             interleaved=source.flag("rope_interleave", default=True),
-            biased=source.flag("attention_bias"),
         ),
-        num_experts=experts,
-        experts_per_token=source.experts_per_token(experts),
-        moe_intermediate_size=width,
-        norm_topk_prob=source.flag("norm_topk_prob", default=True),
-        expert_groups=source.size("n_group", default=groups),
-        groups_per_token=source.size("topk_group", default=chosen),
-        routed_scaling_factor=source.number("routed_scaling_factor", factor),
-        shared_intermediate_size=width * source.size("n_shared_experts", default=1),
-    )
+        "attention_bias": source.flag("attention_bias"),
+    }
+
+
+def mixture(
+    source: ConfigJson, *, experts: int, chosen: int, width: int, groups: tuple[int, int], factor: float
+) -> dict[str, Any]:
+    """Return the fields of router and experts. Raise a UserError as `ConfigJson`.
+
+    Args:
+      experts, chosen, width, groups, factor: transformers' defaults: experts, those per token, an expert's width,
+        groups and those per token, and the factor of weights.
+    """
+    count, width = source.size("n_routed_experts", default=experts), source.size("moe_intermediate_size", default=width)
+    given = source.fields.get("routed_scaling_factor", factor)
+    return {
+        "num_experts": count,
+        "experts_per_token": source.experts_per_token(count, default=chosen),
+        "moe_intermediate_size": width,
+        "norm_topk_prob": source.flag("norm_topk_prob", default=True),
+        "expert_groups": source.size("n_group", default=groups[0]),
+        "groups_per_token": source.size("topk_group", default=groups[1]),
+        "routed_scaling_factor": source.number("routed_scaling_factor", given),
+        "shared_intermediate_size": width * source.count("n_shared_experts", default=1),
+    }
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """Return the fields of config.json."""
-    return fields(config) | {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "first_k_dense_replace": config.dense_layers,
+    return (
+        common_fields(config)
+        | latent_fields(config)
+        | mixture_fields(config)
+        | {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "moe_layer_freq": 1,
+        }
+    )
+
+
+def latent_fields(config: ModelConfig) -> dict[str, Any]:
+    """Return the inverse of `latent`."""
+    assert config.latent is not None, "the family sets it"
+    return {
+        "q_lora_rank": config.latent.query_rank,
+        "kv_lora_rank": config.latent.rank,
+        "qk_nope_head_dim": config.latent.plain_dim,
+        "qk_rope_head_dim": config.head_dim,
+        "v_head_dim": config.latent.value_dim,
+        "rope_interleave": config.latent.interleaved,
     }
 
 
-def fields(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields that `of_fields` reads, and common ones."""
-    latent = config.latent
-    assert latent is not None, "read and PUBLISHED set it"
-    return common_fields(config) | {
-        "attention_bias": latent.biased,
-        "q_lora_rank": latent.query_rank,
-        "kv_lora_rank": latent.rank,
-        "qk_nope_head_dim": latent.plain_dim,
-        "qk_rope_head_dim": config.head_dim,
-        "v_head_dim": latent.value_dim,
-        "rope_interleave": latent.interleaved,
+def mixture_fields(config: ModelConfig) -> dict[str, Any]:
+    """Return the inverse of `mixture`, with the dense layers, and what other readers ask for."""
+    return {
+        "first_k_dense_replace": config.dense_layers,
         "n_routed_experts": config.num_experts,
         "num_experts_per_tok": config.experts_per_token,
         "n_shared_experts": config.shared_intermediate_size // config.moe_intermediate_size,
         "moe_intermediate_size": config.moe_intermediate_size,
-        "moe_layer_freq": 1,
         "n_group": config.expert_groups,
         "topk_group": config.groups_per_token,
         "topk_method": "noaux_tc",
@@ -102,14 +125,12 @@ def fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def stacks(config: ModelConfig) -> tuple[Stack, ...]:
+def stacks(config: ModelConfig, attention: Callable[..., nnx.Module] = LatentAttention) -> tuple[Stack, ...]:
     """Return the dense layers and the routed ones."""
-    dense = Stack(
-        layers=config.dense_layers, attention=LatentAttention, feed_forward=MLP, width=config.intermediate_size
-    )
+    dense = Stack(layers=config.dense_layers, attention=attention, feed_forward=MLP, width=config.intermediate_size)
     routed = Stack(
         layers=config.num_layers - config.dense_layers,
-        attention=LatentAttention,
+        attention=attention,
         feed_forward=partial(MoE, choose=sigmoid_router, biased=True),
         width=config.moe_intermediate_size,
         experts=config.num_experts,
@@ -121,11 +142,16 @@ def stacks(config: ModelConfig) -> tuple[Stack, ...]:
 
 def rules(config: ModelConfig, names: Container[str]) -> dict[str, tensors.Rule]:
     """Return the checkpoint tensors of every parameter, by path."""
-    assert config.latent is not None, "read and PUBLISHED set it"
-    attention = tensors.latent_attention(config.latent)
-    shared = tensors.shared("shared_experts")
-    routed = tensors.experts(names, first=config.dense_layers) | tensors.ROUTER_BIAS | shared
-    own = [attention | (routed if stack.is_routed else tensors.DENSE) for stack in stacks(config)]
+    return rules_with(tensors.latent_attention(config), config, names)
+
+
+def rules_with(
+    attention: Mapping[str, tensors.Rule], config: ModelConfig, names: Container[str]
+) -> dict[str, tensors.Rule]:
+    """Return as `rules`, with these of attention."""
+    routed = tensors.experts(names, first=config.dense_layers) | tensors.ROUTER_BIAS
+    routed |= tensors.shared("shared_experts") if config.shared_intermediate_size else {}
+    own = [{**attention, **(routed if stack.is_routed else tensors.DENSE)} for stack in stacks(config)]
     return tensors.of_model(config, *own)
 
 
@@ -137,6 +163,7 @@ def _long(factor: float, beta_fast: float) -> YarnRope:
 
 _LATENT = Latent(rank=512, query_rank=1536, plain_dim=128, value_dim=128, interleaved=True)
 
+# Kimi's special tokens are those of Instruct.
 PUBLISHED = {
     "DeepSeek-V3": ModelConfig(
         family="deepseek_v3",
@@ -180,8 +207,7 @@ PUBLISHED = {
         rope_theta=5e4,
         rope_scaling=_long(32.0, 1.0),
         max_position_embeddings=131072,
-        eos_token_ids=(163585,),
-        pad_token_id=163839,
+        eos_token_ids=(163586,),
     ),
     "Moonlight-16B-A3B": ModelConfig(
         family="deepseek_v3",
@@ -202,7 +228,6 @@ PUBLISHED = {
         rope_theta=5e4,
         rms_norm_eps=1e-5,
         max_position_embeddings=8192,
-        eos_token_ids=(163585,),
-        pad_token_id=163839,
+        eos_token_ids=(163586,),
     ),
 }

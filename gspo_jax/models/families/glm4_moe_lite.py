@@ -7,7 +7,7 @@ from typing import Any
 
 from gspo_jax.errors import UserError
 from gspo_jax.models.config import Latent, ModelConfig
-from gspo_jax.models.config_json import ConfigJson
+from gspo_jax.models.config_json import ConfigJson, common_fields
 from gspo_jax.models.families import deepseek_v3
 
 MODEL_TYPES = ("glm4_moe_lite",)
@@ -28,18 +28,26 @@ def read(source: ConfigJson) -> ModelConfig:
             f'{source.file}: mlp_layer_types is not some "dense" and then "sparse", as many as num_hidden_layers '
             f"{common['num_layers']}; only that is supported"
         )
-    own = common | {"family": "glm4_moe_lite", "dense_layers": dense}
-    return deepseek_v3.of_fields(source, own, groups=1, chosen=1, factor=1.8)
+    return ModelConfig(
+        family="glm4_moe_lite",
+        **common | deepseek_v3.latent(source, common["num_heads"]),
+        **deepseek_v3.mixture(source, experts=64, chosen=4, width=1536, groups=(1, 1), factor=1.8),
+        dense_layers=dense,
+    )
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """Return the fields of config.json."""
-    return deepseek_v3.fields(config) | {
-        "architectures": ["Glm4MoeLiteForCausalLM"],
-        "model_type": "glm4_moe_lite",
-        "mlp_layer_types": _kinds(config.dense_layers, config.num_layers),
-        "first_k_dense_replace": config.dense_layers,
-    }
+    own = deepseek_v3.latent_fields(config) | deepseek_v3.mixture_fields(config)
+    return (
+        common_fields(config)
+        | own
+        | {
+            "architectures": ["Glm4MoeLiteForCausalLM"],
+            "model_type": "glm4_moe_lite",
+            "mlp_layer_types": _kinds(config.dense_layers, config.num_layers),
+        }
+    )
 
 
 def _kinds(dense: int, layers: int) -> list[str]:
