@@ -429,7 +429,7 @@ zeros = jax.nn.initializers.zeros
 def parameter(
     rngs: nnx.Rngs,
     shape: tuple[int, ...],
-    axes: tuple[str, ...],
+    axes: tuple[str | None, ...],
     init: Callable[..., Any] | None = None,
     *,
     float32: bool = False,

@@ -26,7 +26,17 @@ from gspo_jax.parallel import mesh as mesh_lib
 from tests.tiny import MIXED, load_model, mixed_family, params, save_model  # noqa: F401
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
-NAMES = ("qwen3_moe", "qwen3_moe_fused", "qwen3", "qwen3_tied", "olmoe", "llama", "llama_tied", "qwen3_next", "qwen3_5_moe")
+NAMES = (
+    "qwen3_moe",
+    "qwen3_moe_fused",
+    "qwen3",
+    "qwen3_tied",
+    "olmoe",
+    "llama",
+    "llama_tied",
+    "qwen3_next",
+    "qwen3_5_moe",
+)
 NUMBERS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 = NUMBERS | {"rope_type": "llama3", "rope_theta": 1e4, "original_max_position_embeddings": 32}
 
@@ -162,7 +172,7 @@ def test_config() -> None:
         linear_key_heads=2, linear_value_heads=4, linear_key_dim=8, linear_value_dim=12,
     )  # fmt: skip
     types = ("linear_attention", "linear_attention", "full_attention", "linear_attention")
-    other = {"family": "qwen3_5_moe", "layer_types": types, "linear_key_heads": 4, "intermediate_size": 8}
+    other = {"family": "qwen3_5_moe", "layer_types": types, "linear_key_heads": 4}
     expected |= {"qwen3_next": hybrid, "qwen3_5_moe": dataclasses.replace(hybrid, **other)}
     assert {name: huggingface.read_config(GOLDEN / name) for name in NAMES} == expected
 
