@@ -14,7 +14,7 @@ from gspo_jax.kernels.decode_qkv_tpu import HeadNorms
 from gspo_jax.kernels.kv import KV, Values
 from gspo_jax.kernels.packed_attention import Spans, packed_attention
 from gspo_jax.kernels.rotary import Rotation, in_place, normed_rope, rms_norm, rope
-from gspo_jax.models.config import ModelConfig, Stack, ones, parameter, zeros
+from gspo_jax.models.config import ModelConfig, Stack, parameter, zeros
 from gspo_jax.models.matrices import BIAS, project
 from gspo_jax.parallel.mesh import head_axis, on_shards
 
@@ -40,7 +40,7 @@ class Context(Protocol):
         ...
 
     def recur(self, rule: "Recurrence", inputs: Any) -> tuple[Any, Any]:
-        """Return a rule's outputs of tokens' inputs, arrays [B, T, …], and this layer's part of what the forward returns.
+        """Return a rule's outputs of inputs [B, T, …], and this layer's part of what the forward returns.
 
         A step feeds one token.
         """

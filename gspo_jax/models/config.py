@@ -125,8 +125,6 @@ class Latent:
     """Width of a head's value."""
     interleaved: bool
     """True if the rotary pairs are adjacent columns. Else they are half a head apart."""
-    biased: bool = False
-    """True if the projections from and to the residual stream have a bias; not that of queries without a latent."""
 
 
 class Cached(NamedTuple):
@@ -178,7 +176,7 @@ class ModelConfig:
     qk_norm: bool = False
     """Norm queries and keys, in a family where only some models do (GLM-4.5)."""
     attention_bias: bool = False
-    """Give queries, keys and values a bias."""
+    """Give queries, keys and values a bias; in latent attention latents and outputs, but not queries made directly."""
     attention_multiplier: float | None = None
     """Factor of q·k in attention; None: 1 / √head_dim."""
     embedding_multiplier: float = 1.0
@@ -191,7 +189,7 @@ class ModelConfig:
     zero_centred_norms: bool = False
     """Norms multiply by one plus their weight."""
     layer_types: tuple[str, ...] = ()
-    """Each layer's mixer, "linear_attention" (the gated delta rule) or "full_attention"; (): all are the family's own."""
+    """Each layer's mixer, "linear_attention" (the gated delta rule) or "full_attention"; (): all are alike."""
     linear_key_heads: int = 0
     """Heads of keys, and of queries, of linear attention; the next of values, and the width of both kinds."""
     linear_value_heads: int = 0

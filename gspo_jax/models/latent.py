@@ -27,7 +27,7 @@ from gspo_jax.kernels.grouped_matmul import scaled
 from gspo_jax.kernels.rotary import Rotation, halves, rms_norm, rope
 from gspo_jax.models.attention import Context
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter, zeros
-from gspo_jax.models.matrices import Matrix, matrix, project
+from gspo_jax.models.matrices import BIAS, Matrix, matrix, project
 
 _EPS = 1e-6
 """Of the latents' norms, whatever that of others."""
@@ -53,11 +53,10 @@ class LatentAttention(nnx.Module):
             self.q_a = parameter(rngs, (L, D, latent.query_rank), ("layers", "embed", "rank"))
             self.q_norm = parameter(rngs, (L, latent.query_rank), ("layers", "latent"), ones, float32=True)
             self.q_b = parameter(rngs, (L, latent.query_rank, queries), ("layers", "latent", "heads"))
-        if latent.biased:
-            self.kv_a_bias = parameter(rngs, (L, cached), ("layers", "rank"), zeros)
-            self.o_bias = parameter(rngs, (L, D), ("layers", "embed"), zeros)
-            if latent.query_rank is not None:
-                self.q_a_bias = parameter(rngs, (L, latent.query_rank), ("layers", "rank"), zeros)
+        of = {"kv_a": (cached, "rank"), "q_a": (latent.query_rank, "rank"), "o": (D, "embed")}
+        for name, (width, axis) in of.items() if config.attention_bias else ():
+            if width is not None:
+                setattr(self, name + BIAS, parameter(rngs, (L, width), ("layers", axis), zeros))
 
     def __call__(
         self, x: Float[Array, "B T D"], rotation: Rotation, context: Context
@@ -71,17 +70,16 @@ class LatentAttention(nnx.Module):
         rotary = self._turned(made[..., None, r:], rotation)
         attend = self._attend_absorbed if context.is_step else self._attend_expanded
         out, kept = attend(queries, latents, rotary, context)
-        return self._project("o", out.reshape(B, T, -1)), kept
+        (y,) = project(self, ("o",), out.reshape(B, T, -1))
+        return y, kept
 
     def _project(self, name: str, x: Array) -> Array:
-        (y,) = project(self, (name,), x)
-        return checkpoint_name(y, "dot")
+        return checkpoint_name(project(self, (name,), x)[0], "dot")
 
     def _queries(self, x: Float[Array, "B T D"]) -> Float[Array, "B T Hh"]:
-        name = "q"
-        if self.latent.query_rank is not None:
-            name, x = "q_b", rms_norm(self._project("q_a", x), self.q_norm[...], _EPS)
-        return checkpoint_name(project(self, (name,), x)[0], "dot")
+        if self.latent.query_rank is None:
+            return self._project("q", x)
+        return self._project("q_b", rms_norm(self._project("q_a", x), self.q_norm[...], _EPS))
 
     def _turned(self, x: Float[Array, "B T N p"], rotation: Rotation) -> Float[Array, "B T N p"]:
         heads = jnp.swapaxes(x, 1, 2)
@@ -97,8 +95,7 @@ class LatentAttention(nnx.Module):
         self, queries: Float[Array, "B T H h"], latents: Array, rotary: Array, context: Context
     ) -> tuple[Float[Array, "B T H v"], Any]:
         (B, T, H, own), n, v = queries.shape, self.latent.plain_dim, self.latent.value_dim
-        (both,) = project(self, ("kv_b",), latents)
-        both = checkpoint_name(both, "dot").reshape(B, T, H, n + v)
+        both = self._project("kv_b", latents).reshape(B, T, H, n + v)
         keys = jnp.concatenate([both[..., :n], jnp.broadcast_to(rotary, (B, T, H, own - n))], axis=-1)
         width = max(own, v)  # kernels take keys and values of one width
         q, k, values = (_padded(x, width) for x in (self._scaled(queries, width), keys, both[..., n:]))

@@ -319,7 +319,7 @@ class MoE(nnx.Module):
         (B, T, D), router, config = x.shape, matrix(self, "router", x.dtype), self.config
         plain = layer is not None and asked is None and self.choose is softmax_router and router.low is None
         if not plain or not router_tpu.applies(B * T, D, config.num_experts):
-            (logits,) = project(self, ("router",), x.astype(jnp.float32))
+            logits = matrix(self, "router", jnp.float32)(x.astype(jnp.float32))  # its bias is none of the logits'
             bias = None if self.router_bias is None else jax.lax.stop_gradient(self.router_bias[...])
             return self.choose(checkpoint_name(logits, "dot"), config, asked, bias)
 

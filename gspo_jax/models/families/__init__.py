@@ -10,7 +10,9 @@ from gspo_jax.models import config as config_lib
 from gspo_jax.models.config import ModelConfig, Stack
 from gspo_jax.models.config_json import ConfigJson
 from gspo_jax.models.families import (
+    deepseek_v3,
     glm4_moe,
+    glm4_moe_lite,
     granitemoe,
     llama,
     mistral,
@@ -62,7 +64,9 @@ class Family(Protocol):
 
 FAMILIES: dict[str, Family] = config_lib.FAMILIES
 FAMILIES |= {
+    "deepseek_v3": deepseek_v3,
     "glm4_moe": glm4_moe,
+    "glm4_moe_lite": glm4_moe_lite,
     "granitemoe": granitemoe,
     "llama": llama,
     "mistral": mistral,
