@@ -40,7 +40,32 @@ class Flops(NamedTuple):
     """A teacher in an update, with all that comparing it over the vocabulary takes."""
 
     @property
-    def forward(config: ModelConfig, work: Work) -> Flops:
+    def forward(self) -> float | int:
+        """Total flops."""
+        return sum(self)
+
+    def backward(self, *, recomputed: bool) -> float | int:
+        """Return the flops of the gradients of every input and every trained parameter.
+
+        The head's forward is always recomputed, the layers' only if `recomputed`. One of attention's five backward
+        products recomputes the probabilities, in addition to the forward's two under remat.
+        """
+        again = self.head + (self.trunk + self.attention + self.adapters if recomputed else 0.0)
+        return self._gradients + again + self.attention / 2
+
+    @property
+    def needed(self) -> float | int:
+        """Forward and backward with nothing computed twice: the numerator of model-flops utilisation."""
+        return self.forward + self._gradients
+
+    @property
+    def _gradients(self) -> float | int:
+        """One product per frozen matrix, for its input, two per trained one."""
+        matrices = self.trunk + self.down + self.head
+        return (1 if self.adapters else 2) * matrices + 2 * (self.attention + self.adapters)
+
+
+def forward(config: ModelConfig, work: Work) -> Flops:
     """Return the flops of one forward through layers of attention, or the delta rule in chunks, and SwiGLU."""
     D, stacks = config.hidden_size, config.stacks
     (projections, pair), (mixed, token) = _attention(config), _delta_rule(config)
