@@ -4,11 +4,11 @@
 
 with q and k of length one, and q divided by √dk. A head's state S is [dk, dv], in float32.
 
-A packed row holds prompts, each directly followed by its responses. A response starts from its prompt's end state, which
-is computed once. So the tokens that token i's state is made of, its ancestors, are those that it would see in attention
-(`Spans`), and rows form trees. In chunks of C tokens (the UT transform of arXiv 2406.06484, here for trees), with c_i the
-sum of g over i and its ancestors in the chunk, Γ_ij = exp(c_i − c_j) if j is i or an ancestor, else 0, and S^i the state
-that i's first ancestor in the chunk continues:
+A packed row holds prompts, each directly followed by its responses. A response starts from its prompt's end state,
+which is computed once. So the tokens that token i's state is made of, its ancestors, are those that it would see in
+attention (`Spans`), and rows form trees. In chunks of C tokens (the UT transform of arXiv 2406.06484, here for trees),
+with c_i the sum of g over i and its ancestors in the chunk, Γ_ij = exp(c_i − c_j) if j is i or an ancestor, else 0, and
+S^i the state that i's first ancestor in the chunk continues:
 
     (I + A) Δ = β (v − exp(c) S^T k),   A_ij = β_i Γ_ij k_i·k_j for j < i
     o_i = exp(c_i) (S^i)^T q_i + Σ_j Γ_ij (q_i·k_j) Δ_j
@@ -19,10 +19,10 @@ chunks in which a response starts read the second.
 
 Products of a token and value head, forward (`flops`): 4 C (dk / r + dv) in the chunk, with r value heads per key head,
 and 6 dk dv with states: 147 kflop for C = 64, dk = dv = 128 and r = 2, beside 2.1 Mflop of a Qwen3-Next layer's
-projections. The least that it moves is q, k, v and o: 4 (dk / r + dv) = 768 bytes in bfloat16. XLA takes the chunks of a
-row one after another, and for each reads the state twice and writes it once, 12 dk dv / C = 3 kB per token and value head,
-beside float32 inputs and [C, C] matrices of some 3 kB: states stay on the chip in no loop of its own. The backward pass
-recomputes groups of `_GROUP` chunks and keeps two states for each, 8 dk dv / (C · `_GROUP`) = 256 bytes.
+projections. The least that must move is q, k, v and o: 4 (dk / r + dv) = 768 bytes in bfloat16. XLA takes the chunks of
+a row one after another, and in each reads the state twice and writes it once: 12 dk dv / C = 3 kB per token and value
+head, beside some 3 kB of float32 inputs and [C, C] matrices. The backward pass recomputes groups of `_GROUP` chunks and
+keeps two states for each, 8 dk dv / (C · `_GROUP`) = 256 bytes.
 """
 
 from collections.abc import Callable
@@ -210,8 +210,8 @@ def delta_rule(
 ) -> tuple[Float[Array, "B N Hv dv"], Float[Array, "_ Hv dk dv"]]:
     """Return o in v's dtype, 0 for padding, and the state at each row's last token. All float32 inside.
 
-    Value head i reads key head i // (Hv / Hk). For `jax.checkpoint`, o and the states between groups of chunks are named
-    "dot".
+    Value head i reads key head i // (Hv / Hk). For `jax.checkpoint`, o and the states between groups of chunks are
+    named "dot".
 
     Args:
       g: at most 0.

@@ -40,7 +40,7 @@ class Context(Protocol):
         ...
 
     def recur(self, rule: "Recurrence", inputs: Any) -> tuple[Any, Any]:
-        """Return a rule's outputs of tokens' inputs, arrays [B, T, …], and this layer's part of what the forward returns.
+        """Return a rule's outputs of inputs [B, T, …], and this layer's part of what the forward returns.
 
         A step feeds one token.
         """

@@ -189,7 +189,7 @@ class ModelConfig:
     zero_centred_norms: bool = False
     """Norms multiply by one plus their weight."""
     layer_types: tuple[str, ...] = ()
-    """Each layer's mixer, "linear_attention" (the gated delta rule) or "full_attention"; (): all are the family's own."""
+    """Each layer's mixer, "linear_attention" (the gated delta rule) or "full_attention"; (): all are alike."""
     linear_key_heads: int = 0
     """Heads of keys, and of queries, of linear attention; the next of values, and the width of both kinds."""
     linear_value_heads: int = 0
@@ -427,7 +427,7 @@ zeros = jax.nn.initializers.zeros
 def parameter(
     rngs: nnx.Rngs,
     shape: tuple[int, ...],
-    axes: tuple[str, ...],
+    axes: tuple[str | None, ...],
     init: Callable[..., Any] | None = None,
     *,
     float32: bool = False,

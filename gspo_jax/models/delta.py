@@ -60,7 +60,7 @@ def _widths(config: ModelConfig) -> tuple[int, int, int]:
 
 
 class DeltaMixer(nnx.Module):
-    """Linear attention by the gated delta rule. Parameters have a leading layer axis. `__call__` gets one layer's slice.
+    """Linear attention by the gated delta rule. Parameters have a leading layer axis. `__call__` gets a layer's slice.
 
     Projections are as checkpoints store them: with `grouped`, `qkvz` has each key head's query, key, values and gates
     side by side, and `ba` its value heads' b, then a (Qwen3-Next); else `qkv` has all queries, all keys and all values,

@@ -4,15 +4,10 @@ A product of [m, k] and [k, n] counts 2·m·k·n. Norms, softmaxes and rotary po
 """
 
 import dataclasses
-import functools
-import math
 from typing import NamedTuple
-
-import jax
 
 from gspo_jax.kernels import delta_rule
 from gspo_jax.models.config import ModelConfig
-from gspo_jax.models.transformer import abstract
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,30 +67,37 @@ class Flops(NamedTuple):
 
 def forward(config: ModelConfig, work: Work) -> Flops:
     """Return the flops of one forward through layers of attention, or the delta rule in chunks, and SwiGLU."""
-    D, stacks, projections = config.hidden_size, config.stacks, _projections(config)
-    pair, token, values = 4 * config.num_heads * config.head_dim, 0.0, config.linear_value_heads
-    if config.is_recurrent:
-        dims = config.linear_key_dim, config.linear_value_dim
-        token = values * delta_rule.flops(*dims, values // config.linear_key_heads)
+    D, stacks = config.hidden_size, config.stacks
+    (projections, pair), (mixed, token) = _attention(config), _delta_rule(config)
+    keys = [s.state is None for s in stacks]
     return Flops(
         trunk=sum(
-            s.layers * work.tokens * (2 * own + 2 * D * (s.experts + 2 * s.active_width))
-            for s, own in zip(stacks, projections, strict=True)
+            s.layers * work.tokens * ((projections if own else mixed) + 2 * D * (s.experts + 2 * s.active_width))
+            for s, own in zip(stacks, keys, strict=True)
         ),
         down=sum(s.layers * work.tokens * (2 * D * s.active_width) for s in stacks),
-        attention=sum(s.layers * (work.pairs * pair if s.state is None else work.tokens * token) for s in stacks),
+        attention=sum(
+            s.layers * (work.pairs * pair if own else work.tokens * token) for s, own in zip(stacks, keys, strict=True)
+        ),
         head=work.predictions * 2 * D * config.vocab_size,
     )
 
 
-@functools.cache
-def _projections(config: ModelConfig) -> list[int]:
-    """Return the entries of the matrices of one layer's mixer, of each stack."""
-    _, shapes = abstract(config)
-    return [
-        sum(math.prod(leaf.shape[1:]) for leaf in jax.tree.leaves(block["attention"]) if leaf.ndim == 3)
-        for _, block in sorted(dict(shapes["layers"]).items())
-    ]
+def _attention(config: ModelConfig) -> tuple[int, int]:
+    """Return a layer's flops of a token's projections, and of a (query, key) pair in all heads."""
+    D, H, h = config.hidden_size, config.num_heads, config.head_dim
+    gates = H * config.is_recurrent  # beside the delta rule, attention is gated
+    return 2 * D * h * (2 * H + gates + 2 * config.num_kv_heads), 4 * H * h
+
+
+def _delta_rule(config: ModelConfig) -> tuple[int, float]:
+    """Return a layer's flops of a token's projections, and of the rule in all heads."""
+    if not config.is_recurrent:
+        return 0, 0
+    keys, values = config.linear_key_heads, config.linear_value_heads
+    dk, dv = config.linear_key_dim, config.linear_value_dim
+    projections = 2 * config.hidden_size * (2 * keys * dk + 3 * values * dv + 2 * values)
+    return projections, values * delta_rule.flops(dk, dv, values // keys)
 
 
 def pair_cost(config: ModelConfig) -> float:

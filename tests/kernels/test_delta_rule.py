@@ -58,7 +58,7 @@ def convolution(x, weight):
 
 
 def texts_of(groups):
-    """Yield each text's tokens in a row, and how many of them are the prompt's; first of each group the prompt alone."""
+    """Yield each text's tokens in a row, and how many of them are the prompt's; of each group the prompt first."""
     at = 0
     for prompt, responses in groups:
         own = list(range(at, at + prompt))

@@ -10,9 +10,9 @@ tokens after ragged prompts, and the gradient of a text's mean log-prob. Then, h
 - the folder is read, written and read again: every bit is the same, and so is every tensor of the file;
 - gradients are compared, parameter by parameter, relative to the norm of theirs.
 
-Prints a line per folder. Exits with code 1 if one differs by more than the limits in the brackets of the heading, and by
-more than twice what transformers' own float32 differs ("theirs"): delta rule layers norm outputs that may be tiny. A greedy
-token may differ only where transformers' two best logits are closer than `TIE`.
+Prints a line per folder. Exits with code 1 if one differs by more than the limits in the brackets of the heading, and
+by more than twice what transformers' own float32 differs ("theirs"): delta rule layers norm outputs that may be tiny. A
+greedy token may differ only where transformers' two best logits are closer than `TIE`.
 """
 
 import argparse

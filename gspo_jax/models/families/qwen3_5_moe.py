@@ -1,8 +1,8 @@
 """Qwen3.5, text alone: Qwen3-Next with separate projections of the delta rule; mixtures of experts, and dense models.
 
 A folder of the whole vision-language model is read for its text tensors, `model.language_model.*`. A text model is
-written. Left out: vision (`model.visual.*`), and the layer that predicts tokens after the next one (`mtp.*`). All axes of
-a token's position are equal in text, so `mrope_section` changes nothing.
+written. Left out: vision (`model.visual.*`), and the layer that predicts tokens after the next one (`mtp.*`). All axes
+of a token's position are equal in text, so `mrope_section` changes nothing.
 """
 
 import dataclasses

@@ -30,7 +30,7 @@ del SUPPORTED["partial_rotary_factor"]
 
 
 def read(source: ConfigJson) -> ModelConfig:
-    """Return the model of a config.json. Raise a UserError as `ConfigJson`, or for a list of layers of another length."""
+    """Return the model of a config.json. Raise a UserError as `ConfigJson`, or for a wrong list of layers."""
     return ModelConfig(
         family="qwen3_next",
         **hybrid_fields(source, experts=(512, 10)),
