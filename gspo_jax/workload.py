@@ -16,7 +16,7 @@ from gspo_jax.models import flops as flops_lib
 from gspo_jax.models import huggingface
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.setup import checks
+from gspo_jax.setup import checks, policy
 from gspo_jax.setup.fields import check_fields
 from gspo_jax.setup.meshes import check_sizes
 
@@ -104,7 +104,7 @@ class Workload:
         try:
             check_fields(config)
             checks.check_packing(config)
-            checks.check_positions(config, model)
+            policy.check_positions(config, model)
             check_sizes(config, model, sizes)
         except UserError as error:
             raise UserError(_as_flags(str(error))) from None

@@ -247,7 +247,7 @@ def test_a_config_argument_that_does_not_exist(name):
         (
             {"model.architecture.max_position_embeddings": 39},
             "data.max_prompt_length 8 and sampling.max_response_length 32 need 40 positions, and the model has 39, its "
-            "max_position_embeddings; take 1 off either",
+            "max_position_embeddings; take 1 off either, or use a model with more, such as one .* by rope_type yarn",
         ),
         ({"sampling.partial.prompts": 32}, "data.prompts_per_batch 32: every batch would wait for all of them"),
         ({"sampling.partial.prompts": 34}, "sampling.partial.prompts 34 is not divisible by .* = 8; use 32 or 40"),

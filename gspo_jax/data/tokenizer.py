@@ -137,7 +137,7 @@ class Tokenizer:
         self._in_parts = self._wants_parts()
         self.behind = self._written_behind()
         self.eos_ids = self._with_end_of_turn(eos_ids)
-        special = {token.content for token in self._special_tokens().values()}
+        special = {token.content for token in self._special_tokens().values()} | self._marks_of_turns()
         self._special, self._unsaid_marks = _any_of(special), _any_of(special - _MARKS)
 
     @classmethod
@@ -245,11 +245,11 @@ class Tokenizer:
         return [end for index in self.eos_ids if (end := self.decode([index], skip_special=False))]
 
     def guard(self, content: str, role: str = "user") -> str:
-        """Mark special tokens in `content` as plain text for `encode`.
+        """Mark special tokens, and others with which the template writes turns, as plain text for `encode`.
 
-        Exceptions are added tokens that are not special, such as Qwen3's `<think>`, and marks of thoughts and calls
-        that the assistant says. In what a tool says no added token counts, not even one that begins or ends in the
-        template's text.
+        Exceptions are other added tokens that are not special, such as Qwen3's `<think>`, and marks of thoughts and
+        calls that the assistant says. In what a tool says no added token counts, not even one that begins or ends in
+        the template's text.
         """
         if role != "tool":
             return _marked(content, self._unsaid_marks if role == "assistant" else self._special)
@@ -533,6 +533,15 @@ class Tokenizer:
             opening.pop()
             closing.pop()
         return "".join(closing)
+
+    def _marks_of_turns(self) -> set[str]:
+        """Return the added tokens that the template writes around contents, special or not: DeepSeek-V3's are not."""
+        if self._template is None:
+            return set()
+        turns = [{"role": role, "content": _SAID} for role in ("user", "assistant", "user")]
+        turns = [chat.in_parts(turn) for turn in turns] if self._in_parts else turns
+        (text,) = self._template.render([turns], **self._given(add_generation_prompt=True))
+        return set() if isinstance(text, Rejected) else {*self._marks.findall(text)} - _MARKS
 
     def _with_end_of_turn(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
         written = self.behind.strip() or self._written_between().strip()

@@ -36,6 +36,15 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 """Fields that would change the computation, with the values that every family implements."""
 
+_REMEDIES = {
+    "attention_dropout": "set it to 0 there",
+    "sliding_window": "set it to null, and max_position_embeddings to the window, within which attention is full",
+    "layer_types": "use another model or, if only windows slide, make them all full_attention, sliding_window null and "
+    "max_position_embeddings the window, within which attention is full",
+    "dynamic": "set rope_type to default there, the same up to max_position_embeddings",
+}
+"""What a folder that is refused can be changed to."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ConfigJson:
@@ -58,7 +67,8 @@ class ConfigJson:
         for field, values in supported.items():
             if facts.get(field, values[0]) not in values:
                 listed = " and ".join(json.dumps(value) for value in values)
-                raise UserError(f"{self.file}: {field} is {_shown(facts[field])}; supported: only {listed}")
+                remedy = _REMEDIES.get(field, "use another model")
+                raise UserError(f"{self.file}: {field} is {_shown(facts[field])}; supported: only {listed}; {remedy}")
 
     def size(self, *names: str, default: int | None = None) -> int:
         """Return the positive integer under the first of `names` present, or `default`.
@@ -95,7 +105,8 @@ class ConfigJson:
         """Raise a UserError if `sliding_window`, in use wherever it is no null, hides any of `positions`."""
         window = self.fields.get("sliding_window", default)
         if window is not None and (not isinstance(window, int) or window < positions):
-            raise UserError(f"{self.file}: sliding_window is {_shown(window)}; supported: only null")
+            says = f"sliding_window is {_shown(window)}; supported: only null; {_REMEDIES['sliding_window']}"
+            raise UserError(f"{self.file}: {says}")
 
     def experts_per_token(self, experts: int, *, default: int | None = None) -> int:
         """Return `num_experts_per_tok`. Raise a UserError if it exceeds `experts`."""
@@ -157,7 +168,8 @@ class ConfigJson:
             kind = rope.get("rope_type", rope.get("type", "default")) if _is_one(rope, partial=partial) else None
             if kind not in ("default", "llama3", "yarn"):
                 supported = 'only rope_type "default", "llama3" and "yarn", one for all layers, on the whole head'
-                raise UserError(f"{self.file}: {field} is {_shown(rope)}; supported: {supported}")
+                remedy = _REMEDIES["dynamic"] if kind == "dynamic" else "use another model"
+                raise UserError(f"{self.file}: {field} is {_shown(rope)}; supported: {supported}; {remedy}")
             theta = rope.get("rope_theta", theta)
             if kind != "default":
                 inside = ConfigJson(self.file, {**rope, "model_type": kind})

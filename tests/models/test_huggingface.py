@@ -498,8 +498,7 @@ def put(name: str, value: np.ndarray) -> Callable[[pathlib.Path], None]:
 
 DEFAULT = {"rope_type": "default", "rope_theta": 1e6}
 REFUSALS: dict[str, tuple[str, Callable[[pathlib.Path], Any], str]] = {
-    "model_type": ("qwen3", config_edit(model_type="mistral"),
-                   'model_type is "mistral"; supported: only "llama" and "olmoe" and "qwen3" and "qwen3_moe"'),
+    "model_type": ("qwen3", config_edit(model_type="gpt_oss"), 'model_type is "gpt_oss"; supported: only "'),
     "no model_type": ("qwen3", config_edit(model_type=...), "model_type is null; supported"),
     "rope scaling": ("qwen3", config_edit(rope_parameters=..., rope_scaling={"rope_type": "linear", "factor": 4.0}),
                      'rope_scaling is {"rope_type": "linear", "factor": 4.0}; supported: only rope_type "default"'),
@@ -507,7 +506,10 @@ REFUSALS: dict[str, tuple[str, Callable[[pathlib.Path], Any], str]] = {
                           "config.json: beta_slow 40 is above beta_fast 32; correct them"),
     "yarn, negative": ("qwen3", config_edit(rope_parameters=LONG | {"factor": -4.0}), "factor is -4.0; it must be a"),
     "rope scaling 5": ("qwen3", config_edit(rope_parameters=DEFAULT | {"rope_type": "linear"}), "rope_parameters is"),
-    "rope, old key": ("qwen3", config_edit(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_scaling is"),
+    "rope, old key": ("qwen3", config_edit(rope_scaling={"type": "dynamic", "factor": 2.0}), "on the whole head; set "
+                      "rope_type to default there, the same up to max_position_embeddings"),
+    "longrope": ("qwen3", config_edit(rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}),
+                 "on the whole head; use another model"),
     "rope, upside down": ("llama", config_edit(rope_parameters=LLAMA3 | {"low_freq_factor": 8.0}),
                           "config.json: low_freq_factor 8 is not below high_freq_factor 4; correct them"),
     "rope without a factor": ("llama", config_edit(rope_parameters=LLAMA3 | {"factor": None}), "factor is null; it"),
@@ -523,7 +525,7 @@ REFUSALS: dict[str, tuple[str, Callable[[pathlib.Path], Any], str]] = {
     "dropout": ("qwen3", config_edit(attention_dropout=0.1), "attention_dropout is 0.1; supported: only 0"),
     "activation": ("qwen3", config_edit(hidden_act="gelu"), 'hidden_act is "gelu"; supported: only "silu"'),
     "sliding window": ("qwen3", config_edit(use_sliding_window=True, sliding_window=64),
-                       "sliding_window is 64; supported: only null"),
+                       "sliding_window is 64; supported: only null; set it to null, and max_position_embeddings to"),
     "layer types": ("qwen3", config_edit(layer_types=["full_attention", "sliding_attention"]), "layer_types is"),
     "quantised": ("qwen3", config_edit(quantization_config={"quant_method": "gptq", "bits": 4}),
                   'config.json: quantization_config has quant_method "gptq"; supported: only "fp8", with a scale per'),
@@ -607,6 +609,78 @@ REFUSALS: dict[str, tuple[str, Callable[[pathlib.Path], Any], str]] = {
                     "holds 1 tensors that a model of its config.json does not have, such as model.layers.0.self_attn"),
     "fewer layers": ("qwen3", config_edit(num_hidden_layers=2), "such as model.layers.2."),
 }  # fmt: skip
+
+
+REMEDIES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "dropout": ({"attention_dropout": 0.1}, "set it to 0 there", {"attention_dropout": 0}),
+    "windows": (
+        {"use_sliding_window": True, "sliding_window": 128},
+        "set it to null, and max_position_embeddings to the window, within which attention is full",
+        {"sliding_window": None, "max_position_embeddings": 128},
+    ),
+    "windows in some layers": (
+        {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": None},
+        "make them all full_attention, sliding_window null and max_position_embeddings the window",
+        {"layer_types": ["full_attention"] * 4, "max_position_embeddings": 128},
+    ),
+    "dynamic": (
+        {"rope_parameters": DEFAULT | {"rope_type": "dynamic", "factor": 4.0}},
+        "set rope_type to default there, the same up to max_position_embeddings",
+        {"rope_parameters": DEFAULT},
+    ),
+    "window of Mistral": (
+        {"model_type": "mistral", "sliding_window": 128},
+        "set it to null, and max_position_embeddings to the window",
+        {"sliding_window": None, "max_position_embeddings": 128},
+    ),
+    "another head": ({"tie_word_embeddings": True}, "set tie_word_embeddings to false", {"tie_word_embeddings": False}),
+}
+"""What is refused, the remedy, and what it changes."""
+
+
+@pytest.mark.parametrize("case", REMEDIES)
+def test_what_a_refusal_says_helps(copy: Callable[[str], pathlib.Path], case: str) -> None:
+    change, says, remedy = REMEDIES[case]
+    folder = copy("qwen3_tied" if "head" in case else "llama" if "Mistral" in case else "qwen3")
+    if "head" in case:
+        head(lambda t: t + np.float32(1e-6))(folder)
+        edit(folder / "config.json", tie_word_embeddings=True)
+    edit(folder / "config.json", **{"rope_scaling": ..., "rope_parameters": ...} | change)
+    with pytest.raises(UserError, match=re.escape(says)):
+        load_model(folder)
+    edit(folder / "config.json", **remedy)
+    load_model(folder)
+
+
+@pytest.mark.parametrize("base", ["trained", "frozen", "int8"])
+def test_another_head_in_a_shard_of_its_own_is_refused(copy: Callable[[str], pathlib.Path], base: Any) -> None:
+    """Of a tied model, also as the base of adapters; the same head is read."""
+    folder = copy("qwen3_tied")
+    whole = load_file(folder / "model.safetensors")
+    embedding = whole["model.embed_tokens.weight"]
+    (folder / "model.safetensors").unlink()
+    for last, differs in ((embedding, False), (embedding + np.float32(1e-6), True)):
+        shards = {"model-00001-of-00002": whole, "model-00002-of-00002": {"lm_head.weight": last}}
+        for name, part in shards.items():
+            save_file(part, folder / f"{name}.safetensors", metadata={"format": "pt"})
+        weight_map = {key: f"{name}.safetensors" for name, part in shards.items() for key in part}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        config = huggingface.read_config(folder)
+        if differs:
+            with pytest.raises(UserError, match=r"lm_head.weight beside another model.embed_tokens.weight, though"):
+                huggingface.load_params(folder, config, base=base)
+        else:
+            huggingface.load_params(folder, config, base=base)
+
+
+def test_windows_that_hide_nothing_are_no_windows(copy: Callable[[str], pathlib.Path]) -> None:
+    """As in Qwen2.5's config.json, with windows that are not in use, and in one of Mistral's as long as its texts."""
+    folder = copy("qwen3")
+    edit(folder / "config.json", use_sliding_window=False, sliding_window=64, max_window_layers=1)
+    load_model(folder)
+    folder = copy("llama")
+    edit(folder / "config.json", model_type="mistral", sliding_window=512, rope_parameters=..., rope_scaling=...)
+    load_model(folder)
 
 
 def test_shards_may_be_links_as_in_the_cache_of_hugging_face(copy: Callable[[str], pathlib.Path]) -> None:
