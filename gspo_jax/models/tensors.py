@@ -236,6 +236,9 @@ def of_model(config: ModelConfig, *stacks: Mapping[str, Rule]) -> dict[str, Rule
     return rules
 
 
+_LEFT_OUT = {"mtp.": "prediction of tokens after the next one", "model.visual.": "vision"}
+"""Prefixes of tensors that published folders hold beside a language model, and what they are for."""
+
 _MAPPED = 2**28
 """Bytes read before files are reopened: mapped pages count as memory."""
 
