@@ -59,6 +59,7 @@ def assert_same(found, rollout, places) -> None:
             assert (response.routes[:-1] >= 0).all() and (response.routes[-1] == -1).all()
 
 
+@pytest.mark.slow
 def test_responses_to_prompts_of_all_forms_are_the_runs_samplers(folder, policy):
     """Questions, a conversation and a row, in one call: what the run's own player says with that key."""
     row = {"question": QUESTIONS[7], "answer": "11"}

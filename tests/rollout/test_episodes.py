@@ -160,6 +160,7 @@ def test_short_prompts_are_read_in_a_shorter_bucket(sampler, unbroken):
         np.testing.assert_array_equal(np.delete(wider, [6, 7], axis=1), own)
 
 
+@pytest.mark.slow
 def test_a_policy_that_does_not_change_samples_the_same_in_parts(sampler, unbroken):
     """Under a fixed policy, partial rollouts equal one call: tokens, log-probs, routes. No response comes twice."""
     player = Player(sampler)

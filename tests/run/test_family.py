@@ -160,6 +160,7 @@ def test_the_whole_loop_of_dapo(data, tmp_path, written):
     )
 
 
+@pytest.mark.slow
 def test_everything_at_once(data, tmp_path, written):
     """PPO in two turns with step rewards, dynamic sampling, overlong filtering, a mismatch correction, and R2.
 

@@ -94,11 +94,10 @@ def held_out_kl(config: ConfigDict, workdir: Path | None) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("objective", "form"), [("reinforce", "advantage"), ("gspo", "full")])
-def test_a_teacher_lifts_a_policy(data, blurred, tmp_path, objective, form):
+def test_a_teacher_lifts_a_policy(data, blurred, tmp_path):
     """Its held-out KL to the teacher falls to less than half in 20 updates."""
-    config = settings(data, blurred, iterations=20, training__minibatches=1, teacher__form=form)
-    config.objective.name, config.optimizer.learning_rate = objective, 1e-3
+    config = settings(data, blurred, iterations=20, training__minibatches=1, teacher__form="advantage")
+    config.objective.name, config.optimizer.learning_rate = "reinforce", 1e-3
     config.data.prompts_per_batch = config.sampling.slots = config.eval.prompts = 32
     train(config, tmp_path / "run")
     config.teacher.form, config.objective.name = "k2", "gspo"  # scores the teacher, whatever the run's form

@@ -147,7 +147,7 @@ TEACHERS = {
 }
 
 
-@pytest.mark.parametrize("teacher", TEACHERS)
+@pytest.mark.parametrize("teacher", mostly_slow(TEACHERS, always=["smaller"]))
 def test_scoring_by_a_teacher_of_another_shape(batch, teacher):
     """Tokens that it lacks score as the policy's own; on their way in, its last embedding stands for them."""
     model = TEACHERS[teacher]
@@ -178,7 +178,7 @@ def updated(batch: Batch, taught=None, graph=None, **penalties):
     return jax.device_get((state.policy.opt_state[0].trace, metrics))
 
 
-@pytest.mark.parametrize("teacher", TEACHERS)
+@pytest.mark.parametrize("teacher", mostly_slow(TEACHERS, always=["smaller"]))
 def test_the_whole_vocabulary_in_an_update(batch, teacher):
     """Loss and metric are the mean over tokens of the exact KL, and so is the gradient, through unpacked rows."""
     model = TEACHERS[teacher]

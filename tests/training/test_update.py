@@ -617,6 +617,7 @@ def test_rows_agree_on_any_number_of_devices_and_micro_batches(whole):
             np.testing.assert_allclose(metrics[metric], value, rtol=2e-5, atol=atol, err_msg=metric)
 
 
+@pytest.mark.slow
 def test_one_program_serves_every_number_of_micro_batches(whole):
     trainer, long = make_trainer(replay="r2"), packed(whole.rollout, group_size=G, minibatches=2, turns=4)
     state, _ = trainer.update(trainer.start(), dataclasses.replace(whole, packing=long), 1)
