@@ -25,7 +25,17 @@ from gspo_jax.parallel import mesh as mesh_lib
 from tests.tiny import MIXED, load_model, mixed_family, params, save_model  # noqa: F401
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
-NAMES = ("qwen3_moe", "qwen3_moe_fused", "qwen3", "qwen3_tied", "olmoe", "llama", "llama_tied")
+NAMES = (
+    "qwen3_moe",
+    "qwen3_moe_fused",
+    "qwen3",
+    "qwen3_tied",
+    "olmoe",
+    "llama",
+    "llama_tied",
+    "deepseek_v3",
+    "glm4_moe_lite",
+)
 NUMBERS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 = NUMBERS | {"rope_type": "llama3", "rope_theta": 1e4, "original_max_position_embeddings": 32}
 
