@@ -45,7 +45,7 @@ _SHAPED_BY = {
     "q_norm": ("num_layers", "num_heads", "head_dim"),
     "k_norm": ("num_layers", "num_kv_heads", "head_dim"),
     "router": (*_LAYER, "num_experts"),
-    "router_bias": ("num_layers", "num_experts"),
+    "choice_bias": ("num_layers", "num_experts"),
     "shared": (*_LAYER, "shared_intermediate_size"),
     "shared_gate": _LAYER,
     **dict.fromkeys(("gate", "up", "down"), (*_LAYER, "num_experts", "moe_intermediate_size", "intermediate_size")),

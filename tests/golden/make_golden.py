@@ -112,8 +112,8 @@ MODELS = {
     ),
     "glm4_moe": (
         transformers.Glm4MoeForCausalLM,
-        {**SMALL, "num_hidden_layers": 3, "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3,
-         "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
+        {**SMALL, "num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 12, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
          "n_shared_experts": 2, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True,
          "num_mtp_layers": 0, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
         {},

@@ -283,7 +283,7 @@ def compare(folder: Path) -> dict[str, float]:
         "logits": float(np.abs(logits - reference["logits"]).max()),
         "gradients": errors[worst],
         "worst": worst,
-        "greedy": differ,
+        "greedy": int(differ),
         "round trip": int(not same) + sum(not np.array_equal(before[name], after[name]) for name in shared),
         "tensors": len(before.keys() ^ after.keys()),
     }
