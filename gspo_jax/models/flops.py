@@ -65,22 +65,23 @@ class Flops(NamedTuple):
         return (1 if self.adapters else 2) * matrices + 2 * (self.attention + self.adapters)
 
 
-def forward(config: ModelConfig, work: Work) -> Flops:
-    """Return the flops of one forward through layers of attention, or the delta rule in chunks, and SwiGLU."""
-    D, stacks = config.hidden_size, config.stacks
-    (projections, pair), (mixed, token) = _attention(config), _delta_rule(config)
-    keys = [s.state is None for s in stacks]
-    return Flops(
-        trunk=sum(
-            s.layers * work.tokens * ((projections if own else mixed) + 2 * D * (s.experts + 2 * s.active_width))
-            for s, own in zip(stacks, keys, strict=True)
-        ),
-        down=sum(s.layers * work.tokens * (2 * D * s.active_width) for s in stacks),
-        attention=sum(
-            s.layers * (work.pairs * pair if own else work.tokens * token) for s, own in zip(stacks, keys, strict=True)
-        ),
-        head=work.predictions * 2 * D * config.vocab_size,
-    )
+def forward(config: ModelConfig, work: Work, *, is_step: bool = False) -> Flops:
+    """Return the flops of one forward through layers of attention, or the delta rule in chunks, and SwiGLU.
+
+    Args:
+      is_step: of a decode step, where queries of latent attention meet latents, in place of expanded keys and values.
+    """
+    D, trunk, down, attention = config.hidden_size, 0, 0, 0
+    for stack in config.stacks:
+        if stack.state is None:
+            projections, pair = _latent(config, is_step=is_step) if config.latent else _attention(config)
+            attention += stack.layers * work.pairs * pair
+        else:
+            projections, token = _delta_rule(config)
+            attention += stack.layers * work.tokens * token
+        trunk += stack.layers * work.tokens * (projections + 2 * D * (stack.experts + 2 * stack.active_width))
+        down += stack.layers * work.tokens * 2 * D * stack.active_width
+    return Flops(trunk, down, attention, head=work.predictions * 2 * D * config.vocab_size)
 
 
 def _attention(config: ModelConfig) -> tuple[int, int]:
@@ -90,10 +91,20 @@ def _attention(config: ModelConfig) -> tuple[int, int]:
     return 2 * D * h * (2 * H + gates + 2 * config.num_kv_heads), 4 * H * h
 
 
+def _latent(config: ModelConfig, *, is_step: bool) -> tuple[int, int]:
+    """Return those of latent attention."""
+    D, H, h, latent = config.hidden_size, config.num_heads, config.head_dim, config.latent
+    assert latent is not None
+    own, cached = latent.plain_dim + h, config.cached.key_dim
+    queries = D * H * own if latent.query_rank is None else latent.query_rank * (D + H * own)
+    # A step's kv_b takes as many, in its queries and outputs. It weighs whole cached keys, rotary part and all.
+    keys = D * cached + latent.rank * H * (latent.plain_dim + latent.value_dim)
+    pair = 2 * cached if is_step else own + latent.value_dim
+    return 2 * (queries + keys + H * latent.value_dim * D), 2 * H * pair
+
+
 def _delta_rule(config: ModelConfig) -> tuple[int, float]:
     """Return a layer's flops of a token's projections, and of the rule in all heads."""
-    if not config.is_recurrent:
-        return 0, 0
     keys, values = config.linear_key_heads, config.linear_value_heads
     dk, dv = config.linear_key_dim, config.linear_value_dim
     projections = 2 * config.hidden_size * (2 * keys * dk + 3 * values * dv + 2 * values)
