@@ -25,6 +25,7 @@ head, beside some 3 kB of float32 inputs and [C, C] matrices. The backward pass 
 keeps two states for each, 8 dk dv / (C · `_GROUP`) = 256 bytes.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -287,14 +288,14 @@ def short_conv(x: Float[Array, "B N c"], weight: Float[Array, "c W"], spans: Spa
     A text's first tokens have fewer ancestors, and the missing ones are zeros. Within a segment the inputs are shifted.
     A loop over the responses adds what their first tokens take from the prompt.
     """
-    W = weight.shape[1]
-    taps, wide = weight.T.astype(_wide(x)), x.astype(_wide(x))
-    age = jnp.arange(x.shape[1], dtype=jnp.int32)[None] - spans.own_start
-    total = jnp.where((age >= 0)[..., None], wide, 0) * taps[None, W - 1 :]
-    for d in range(1, W):
-        shifted = jnp.pad(wide, ((0, 0), (d, 0), (0, 0)))[:, : x.shape[1]]
-        total += jnp.where((age >= d)[..., None], shifted, 0) * taps[None, W - 1 - d : W - d]
-    return jax.nn.silu(_with_prompts(total, wide, taps, spans)).astype(x.dtype)
+    (B, N, c), w = x.shape, weight.shape[1] - 1
+    taps = weight.T.astype(_wide(x))
+    flat = jnp.pad(x.reshape(B * N, c), ((w, w), (0, 0)))  # rows end to end, with room for w tokens at both ends
+    age = (jnp.arange(N, dtype=jnp.int32)[None] - spans.own_start).reshape(B * N)
+    age = jnp.pad(age, (0, w), constant_values=-1)[:, None]
+    shifted = (jnp.where(age >= d, flat[w - d : 2 * w - d + B * N], 0) * taps[None, w - d] for d in range(w + 1))
+    total = _with_prompts(functools.reduce(jnp.add, shifted), flat, taps, spans)
+    return jax.nn.silu(total[: B * N]).astype(x.dtype).reshape(x.shape)
 
 
 class _Heads(NamedTuple):
@@ -339,42 +340,44 @@ def _from_prompt(tail: Float[Array, "w c"], taps: Float[Array, "W c"]) -> Float[
     return jnp.stack(rows)
 
 
+def _tail(flat: Float[Array, "M c"], start: Array, there: Bool[Array, " w"], taps: Float[Array, "W c"]) -> Array:
+    w = len(taps) - 1
+    tail = jax.lax.dynamic_slice_in_dim(flat, start + w, w).astype(taps.dtype)
+    return jnp.where(there[:, None], tail, 0)
+
+
 @jax.custom_vjp
-def _with_prompts(y: Array, x: Array, taps: Array, spans: Spans) -> Array:
-    """Add to y [B, N, c] what responses take from their prompts."""
-    w, shape = len(taps) - 1, y.shape
-    flat = jnp.pad(x.reshape(-1, shape[-1]), ((w, 0), (0, 0)))
-    rows = jnp.pad(y.reshape(-1, shape[-1]), ((0, w), (0, 0)))
+def _with_prompts(rows: Array, flat: Array, taps: Array, spans: Spans) -> Array:
+    """Add to rows [M + w, c] what responses take from their prompts; `flat` are the inputs, [w + M + w, c]."""
+    w = len(taps) - 1
 
     def one(token: Array, start: Array, there: Array, rows: Array) -> Array:
-        tail = jnp.where(there[0][:, None], jax.lax.dynamic_slice_in_dim(flat, start + w, w), 0)
-        added = jnp.where(there[1][:, None], _from_prompt(tail, taps), 0)
-        return jax.lax.dynamic_update_slice_in_dim(rows, jax.lax.dynamic_slice_in_dim(rows, token, w) + added, token, 0)
+        added = jnp.where(there[1][:, None], _from_prompt(_tail(flat, start, there[0], taps), taps), 0)
+        added += jax.lax.dynamic_slice_in_dim(rows, token, w)
+        return jax.lax.dynamic_update_slice_in_dim(rows, added, token, 0)
 
-    return _Heads.of(spans).fold(one, rows, w)[: shape[0] * shape[1]].reshape(shape)
+    return _Heads.of(spans).fold(one, rows, w)
 
 
 def _with_prompts_backward(kept: tuple[Array, Array, Spans], grads: Array) -> tuple[Array, Array, Array, None]:
-    x, taps, spans = kept
-    w, c = len(taps) - 1, x.shape[-1]
-    flat = jnp.pad(x.reshape(-1, c), ((w, 0), (0, 0)))
-    rows = jnp.pad(grads.reshape(-1, c), ((0, w), (0, 0)))
+    flat, taps, spans = kept
+    w = len(taps) - 1
 
     def one(token: Array, start: Array, there: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
         dx, dtaps = found
-        tail = jnp.where(there[0][:, None], jax.lax.dynamic_slice_in_dim(flat, start + w, w), 0)
-        own = jnp.where(there[1][:, None], jax.lax.dynamic_slice_in_dim(rows, token, w), 0)
-        dtail, more = jax.vjp(_from_prompt, tail, taps)[1](own)
+        own = jnp.where(there[1][:, None], jax.lax.dynamic_slice_in_dim(grads, token, w), 0)
+        dtail, more = jax.vjp(_from_prompt, _tail(flat, start, there[0], taps), taps)[1](own)
         dtail = jnp.where(there[0][:, None], dtail, 0) + jax.lax.dynamic_slice_in_dim(dx, start + w, w)
         return jax.lax.dynamic_update_slice_in_dim(dx, dtail, start + w, 0), dtaps + more
 
-    nothing = varying_like(jnp.zeros_like(flat), x, grads), varying_like(jnp.zeros_like(taps), x, grads)
-    dx, dtaps = _Heads.of(spans).fold(one, nothing, w)
-    return grads, dx[w:].reshape(x.shape), dtaps, None
+    nothing = (varying_like(jnp.zeros(x.shape, taps.dtype), flat, grads) for x in (flat, taps))
+    dx, dtaps = _Heads.of(spans).fold(one, tuple(nothing), w)
+    return grads, dx.astype(flat.dtype), dtaps, None
 
 
 _with_prompts.defvjp(
-    lambda y, x, taps, spans: (_with_prompts(y, x, taps, spans), (x, taps, spans)), _with_prompts_backward
+    lambda rows, flat, taps, spans: (_with_prompts(rows, flat, taps, spans), (flat, taps, spans)),
+    _with_prompts_backward,
 )
 
 
