@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import jsonschema
@@ -393,19 +393,21 @@ def with_named_ids(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     Such ids stay as they are. A reply without the id of a call before it answers the first call that has no reply.
     """
-    found, named, open_calls = [], {}, []
+    found: list[dict[str, Any]] = []
+    named: dict[Any, str] = {}
+    open_calls: list[str] = []
+    numbers = count()
     for turn in turns:
         own = dict(turn)
         if turn.get("tool_calls"):
             calls = own["tool_calls"] = [dict(call) for call in turn["tool_calls"]]
             for call in calls:
-                given, prefix = call.get("id"), f"functions.{call['function']['name']}:"
-                call["id"] = given if str(given).startswith(prefix) else f"{prefix}{len(named)}"
-                named[given if given is not None else call["id"]] = call["id"]
-                open_calls.append(call["id"])
+                given, prefix, number = call.get("id"), f"functions.{call['function']['name']}:", next(numbers)
+                call["id"] = named[given] = str(given) if str(given).startswith(prefix) else f"{prefix}{number}"
+                open_calls.append(named[given])
         elif turn["role"] == "tool" and open_calls:
-            answered = named.get(turn.get("tool_call_id"), open_calls[0])
-            own["tool_call_id"] = answered
+            given = turn.get("tool_call_id")
+            answered = own["tool_call_id"] = open_calls[0] if given is None else named.get(given, open_calls[0])
             open_calls = [call for call in open_calls if call != answered]
         found.append(own)
     return found

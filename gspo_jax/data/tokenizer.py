@@ -357,9 +357,11 @@ class Tokenizer:
         if self._template is None:
             return False
         turn = chat.in_parts(_TRIAL_TURNS[0]) if self._in_parts else _TRIAL_TURNS[0]
-        given = self._given(add_generation_prompt=True)
-        on, off = (given | dict.fromkeys(THINKING, thinks) for thinks in (True, False))
-        return self._template.render([[turn]], **on) == self._template.render([[turn]], **off)
+        variables, prompts = self._given(add_generation_prompt=True), []
+        for thinks in (True, False):
+            variables.update(dict.fromkeys(THINKING, thinks))
+            prompts.append(self._template.render([[turn]], **variables))
+        return prompts[0] == prompts[1]
 
     @functools.cached_property
     def takes_tools(self) -> bool:

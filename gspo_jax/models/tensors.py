@@ -397,8 +397,9 @@ class Checkpoint:
         file = self.files[name]
         if file not in self._places:
             self._places[file] = fp8.places(self.folder / file)
-        place = self._places[file][name]
-        spans = tuple(range(*s.indices(n)) for s, n in itertools.zip_longest(window, place[1], fillvalue=slice(None)))
+        place = _, shape = self._places[file][name]
+        whole = (*window, *[slice(None)] * (len(shape) - len(window)))
+        spans = tuple(range(*part.indices(n)) for part, n in zip(whole, shape, strict=True))
         values = fp8.read(self.folder / file, place, spans)
         return self._blocks.dequantize(values, self.read(name + fp8.SCALE, self._blocks.touched(spans)), spans)
 

@@ -268,6 +268,8 @@ def test_a_template_of_ids_is_given_ids_with_names(tokenizers):
     assert numbers == ["0", "1", "1", "0", "7", "7"]
     unnamed = [{name: value for name, value in turn.items() if name != "tool_call_id"} for turn in turns]
     assert re.findall(r"functions\.weather:([0-9])", own.chat(unnamed)) == ["0", "1", "0", "1", "7", "7"]
+    again = own.chat([USER, said[0], *answers[:2], said[0], *answers[:2]])
+    assert re.findall(r"functions\.weather:([0-9])", again) == list("01102332"), "ids that come again are of new calls"
     assert turns[1]["tool_calls"][0]["id"] == "a", "nothing of the caller's is changed"
     reply = {**answers[2], "name": "weather"}
     assert own.turns([reply]) == "<|system|>## Return of functions.weather:7\n7<|im_end|><|assistant|>"
