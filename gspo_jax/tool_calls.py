@@ -48,7 +48,7 @@ _GLM_KEY = re.compile(r"<arg_key>([^<>\n]*)</arg_key>\s*<arg_value>")
 _GLM_VALUE_END = re.compile(r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>))")
 _NAMED = r"\s*+(?P<name>[^<>{}\[\]`\n]{0,200}?)\s*+"
 _DEEPSEEK_HEAD = re.compile(  # of V3.1: name, mark, JSON. Of V3 and R1: "function", mark, name, JSON in a fence
-    rf"(?:{_DEEPSEEK[0]}\s*)?{_DEEPSEEK[1]}(?:\s*function{_DEEPSEEK[2]}(?=[^{{`\n]{{0,200}}+\s*+```))?{_NAMED}"
+    rf"(?:{_DEEPSEEK[0]}\s*)?{_DEEPSEEK[1]}(?:\s*function{_DEEPSEEK[2]})?{_NAMED}"
     rf"(?:{_DEEPSEEK[2]}|(?P<fence>```)json)"
 )
 _KIMI_HEAD = re.compile(

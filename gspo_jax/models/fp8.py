@@ -75,7 +75,7 @@ def blocks(file: pathlib.Path, quantization: Any) -> Blocks | None:
             only = f"only {json.dumps(values[0])}, with a scale per block"
             raise UserError(f"{what} has {field} {json.dumps(found):.100}; supported: {only}; {REMEDY}")
     size = quantization.get("weight_block_size")
-    if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
+    if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and 0 < n < 2**31 for n in size):
         only = "only two sizes, such as [128, 128]"
         raise UserError(f"{what} has weight_block_size {json.dumps(size):.100}; supported: {only}; {REMEDY}")
     return Blocks(*size)

@@ -162,6 +162,7 @@ REFUSALS: dict[str, tuple[Callable[[pathlib.Path], Any], str]] = {
     "per tensor": (config(weight_block_size=None), "has weight_block_size null; supported: only two sizes, such as"),
     "one size": (config(weight_block_size=[128]), "has weight_block_size [128]; supported"),
     "no size": (config(weight_block_size=[0, 128]), "has weight_block_size [0, 128]; supported"),
+    "huge": (config(weight_block_size=[128, 10**30]), "has weight_block_size [128, 1000000"),
     "true": (config(weight_block_size=[True, 128]), "has weight_block_size [true, 128]; supported"),
     "no object": (
         lambda folder: edit(folder / "config.json", quantization_config="fp8"),
