@@ -23,7 +23,7 @@ def rms_norm(x: Float[Array, "*b D"], scale: Float[Array, " D"], eps: float) -> 
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine of position · frequency_i, times an amplitude; for all layers: they cost more than the turning."""
+    """Cosine and sine of position · frequency_i, times an amplitude, for all layers: they cost more than rotating."""
 
     cos: Float[Array, "B 1 T half"]
     sin: Float[Array, "B 1 T half"]

@@ -123,8 +123,6 @@ class Latent:
     """Width of a head's value."""
     interleaved: bool
     """True if the rotary pairs are adjacent columns. Else they are half a head apart."""
-    biased: bool = False
-    """True if the projections from and to the residual stream have a bias; not that of queries without a latent."""
 
 
 class Cached(NamedTuple):
@@ -176,7 +174,7 @@ class ModelConfig:
     qk_norm: bool = False
     """Norm queries and keys, in a family where only some models do (GLM-4.5)."""
     attention_bias: bool = False
-    """Give queries, keys and values a bias."""
+    """Give queries, keys and values a bias; in latent attention latents and outputs, but not queries made directly."""
     attention_multiplier: float | None = None
     """Factor of q·k in attention; None: 1 / √head_dim."""
     embedding_multiplier: float = 1.0
@@ -209,6 +207,11 @@ class ModelConfig:
             raise UserError(
                 f"experts_per_token {self.experts_per_token} is outside 1 to num_experts {self.num_experts}; "
                 "choose one inside"
+            )
+        if self.latent is not None and self.num_kv_heads != self.num_heads:
+            raise UserError(
+                f"num_kv_heads {self.num_kv_heads} is not num_heads {self.num_heads}, and latent attention makes keys "
+                "and values for every head; set it to the same"
             )
         if not 0 <= self.dense_layers <= self.num_layers:
             raise UserError(

@@ -179,7 +179,7 @@ class ConfigJson:
         for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"):
             given |= {name: self.fields[name]} if self.fields.get(name) else {}
         numbers = {name: self.number(name, value) for name, value in given.items()}
-        truncate = self.fields.get("truncate") is None or self.flag("truncate")
+        truncate = self.flag("truncate", default=True)
         rope = YarnRope(**numbers, original_max_position_embeddings=positions, truncate=truncate)
         self._check_order(dataclasses.asdict(rope), "beta_slow", "beta_fast", may_equal=True)
         return rope

@@ -64,17 +64,32 @@ class Flops(NamedTuple):
         return (1 if self.adapters else 2) * matrices + 2 * (self.attention + self.adapters)
 
 
-def forward(config: ModelConfig, work: Work) -> Flops:
-    """Return the flops of one forward through layers of grouped-query attention and SwiGLU."""
-    D, stacks = config.hidden_size, config.stacks
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    projections = 2 * D * (2 * queries + 2 * keys)
+def forward(config: ModelConfig, work: Work, *, is_step: bool = False) -> Flops:
+    """Return the flops of one forward through layers of attention and SwiGLU.
+
+    Args:
+      is_step: of a decode step, where queries of latent attention meet latents, in place of expanded keys and values.
+    """
+    D, stacks, (projections, pair) = config.hidden_size, config.stacks, _attention(config, is_step=is_step)
     return Flops(
         trunk=sum(s.layers * work.tokens * (projections + 2 * D * (s.experts + 2 * s.active_width)) for s in stacks),
         down=sum(s.layers * work.tokens * (2 * D * s.active_width) for s in stacks),
-        attention=sum(s.layers * work.pairs * (4 * queries) for s in stacks),
+        attention=sum(s.layers * work.pairs * pair for s in stacks),
         head=work.predictions * 2 * D * config.vocab_size,
     )
+
+
+def _attention(config: ModelConfig, *, is_step: bool) -> tuple[int, int]:
+    """Return a layer's flops of a token's projections, and of a (query, key) pair in all heads."""
+    D, H, h, latent = config.hidden_size, config.num_heads, config.head_dim, config.latent
+    if latent is None:
+        return 2 * D * h * (2 * H + 2 * config.num_kv_heads), 4 * H * h
+    own, cached = latent.plain_dim + h, config.cached.key_dim
+    queries = D * H * own if latent.query_rank is None else latent.query_rank * (D + H * own)
+    # A step's kv_b takes as many, in its queries and outputs. It weighs whole cached keys, rotary part and all.
+    keys = D * cached + latent.rank * H * (latent.plain_dim + latent.value_dim)
+    pair = 2 * cached if is_step else own + latent.value_dim
+    return 2 * (queries + keys + H * latent.value_dim * D), 2 * H * pair
 
 
 def pair_cost(config: ModelConfig) -> float:

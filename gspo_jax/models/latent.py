@@ -13,7 +13,6 @@ step takes kv_b into its queries and its outputs, which attend to latents, q · 
 The fused decode kernels have no such layer: every platform takes `Transformer`'s own step.
 """
 
-import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -22,12 +21,12 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Shaped
 
-from gspo_jax.kernels.adapted_matmul import LowRank
+from gspo_jax.errors import UserError
 from gspo_jax.kernels.grouped_matmul import scaled
 from gspo_jax.kernels.rotary import Rotation, halves, rms_norm, rope
 from gspo_jax.models.attention import Context
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter, zeros
-from gspo_jax.models.matrices import Matrix, matrix, project
+from gspo_jax.models.matrices import BIAS, Matrix, matrix, project
 
 _EPS = 1e-6
 """Of the latents' norms, whatever that of others."""
@@ -37,7 +36,8 @@ class LatentAttention(nnx.Module):
     """Multi-head latent attention. Parameters have a leading layer axis. `__call__` gets one layer's slice."""
 
     def __init__(self, config: ModelConfig, stack: Stack, *, rngs: nnx.Rngs):
-        assert config.latent is not None, "the family sets it"
+        if config.latent is None:
+            raise UserError(f"a model of the family {config.family} has no sizes of its latent attention; give latent")
         L, D, H, latent = stack.layers, config.hidden_size, config.num_heads, config.latent
         self.config, self.latent = config, latent
         queries, cached = H * (latent.plain_dim + config.head_dim), config.cached.key_dim
@@ -53,11 +53,10 @@ class LatentAttention(nnx.Module):
             self.q_a = parameter(rngs, (L, D, latent.query_rank), ("layers", "embed", "rank"))
             self.q_norm = parameter(rngs, (L, latent.query_rank), ("layers", "latent"), ones, float32=True)
             self.q_b = parameter(rngs, (L, latent.query_rank, queries), ("layers", "latent", "heads"))
-        if latent.biased:
-            self.kv_a_bias = parameter(rngs, (L, cached), ("layers", "rank"), zeros)
-            self.o_bias = parameter(rngs, (L, D), ("layers", "embed"), zeros)
-            if latent.query_rank is not None:
-                self.q_a_bias = parameter(rngs, (L, latent.query_rank), ("layers", "rank"), zeros)
+        of = {"kv_a": (cached, "rank"), "q_a": (latent.query_rank, "rank"), "o": (D, "embed")}
+        for name, (width, axis) in of.items() if config.attention_bias else ():
+            if width is not None:
+                setattr(self, name + BIAS, parameter(rngs, (L, width), ("layers", axis), zeros))
 
     def __call__(
         self, x: Float[Array, "B T D"], rotation: Rotation, context: Context
@@ -71,17 +70,16 @@ class LatentAttention(nnx.Module):
         rotary = self._turned(made[..., None, r:], rotation)
         attend = self._attend_absorbed if context.is_step else self._attend_expanded
         out, kept = attend(queries, latents, rotary, context)
-        return self._project("o", out.reshape(B, T, -1)), kept
+        (y,) = project(self, ("o",), out.reshape(B, T, -1))
+        return y, kept
 
     def _project(self, name: str, x: Array) -> Array:
-        (y,) = project(self, (name,), x)
-        return checkpoint_name(y, "dot")
+        return checkpoint_name(project(self, (name,), x)[0], "dot")
 
     def _queries(self, x: Float[Array, "B T D"]) -> Float[Array, "B T Hh"]:
-        name = "q"
-        if self.latent.query_rank is not None:
-            name, x = "q_b", rms_norm(self._project("q_a", x), self.q_norm[...], _EPS)
-        return checkpoint_name(project(self, (name,), x)[0], "dot")
+        if self.latent.query_rank is None:
+            return self._project("q", x)
+        return self._project("q_b", rms_norm(self._project("q_a", x), self.q_norm[...], _EPS))
 
     def _turned(self, x: Float[Array, "B T N p"], rotation: Rotation) -> Float[Array, "B T N p"]:
         heads = jnp.swapaxes(x, 1, 2)
@@ -97,8 +95,7 @@ class LatentAttention(nnx.Module):
         self, queries: Float[Array, "B T H h"], latents: Array, rotary: Array, context: Context
     ) -> tuple[Float[Array, "B T H v"], Any]:
         (B, T, H, own), n, v = queries.shape, self.latent.plain_dim, self.latent.value_dim
-        (both,) = project(self, ("kv_b",), latents)
-        both = checkpoint_name(both, "dot").reshape(B, T, H, n + v)
+        both = self._project("kv_b", latents).reshape(B, T, H, n + v)
         keys = jnp.concatenate([both[..., :n], jnp.broadcast_to(rotary, (B, T, H, own - n))], axis=-1)
         width = max(own, v)  # kernels take keys and values of one width
         q, k, values = (_padded(x, width) for x in (self._scaled(queries, width), keys, both[..., n:]))
@@ -129,8 +126,8 @@ class _Columns(NamedTuple):
     weights: Shaped[Array, "r H w"]
     scale: Float[Array, "1 1 H w"] | None
     """Of int8 weights."""
-    low: LowRank | None
-    """B [R, H, w]."""
+    low: tuple[Float[Array, "r R"], Float[Array, "R H w"], float] | None
+    """An adapter's A, B and s."""
 
     @classmethod
     def of(cls, made: Matrix, heads: int, own: slice) -> "_Columns":
@@ -138,8 +135,8 @@ class _Columns(NamedTuple):
             return x.reshape(*x.shape[:-1], heads, -1)[..., own]
 
         scale, low = made.scale, made.low
-        low = None if low is None else dataclasses.replace(low, b=part(low.b))
-        return cls(part(made.weights), None if scale is None else part(scale)[None, None], low)
+        scale = None if scale is None else part(scale)[None, None]
+        return cls(part(made.weights), scale, None if low is None else (low.a, part(low.b), low.scale))
 
     def __call__(self, x: Float[Array, "B Q H r"]) -> Float[Array, "B Q H w"]:
         """Return x W, each head by its own columns."""
@@ -147,14 +144,16 @@ class _Columns(NamedTuple):
         y = y if self.scale is None else scaled(y, self.scale)
         if self.low is None:
             return y
-        return y + _product("bqhk,khw->bqhw", x @ self.low.a * self.low.scale, self.low.b)
+        a, b, s = self.low
+        return y + _product("bqhk,khw->bqhw", x @ a * s, b)
 
     def transposed(self, x: Float[Array, "B Q H w"]) -> Float[Array, "B Q H r"]:
         """Return x Wᵀ."""
         y = _product("bqhw,rhw->bqhr", x if self.scale is None else scaled(x, self.scale), self.weights)
         if self.low is None:
             return y
-        return y + _product("bqhw,khw->bqhk", x, self.low.b) * self.low.scale @ self.low.a.T
+        a, b, s = self.low
+        return y + _product("bqhw,khw->bqhk", x, b) * s @ a.T
 
 
 def _product(how: str, x: Array, weights: Array) -> Array:

@@ -25,6 +25,10 @@ TARGETS = {
     "k_proj": ("attention.k",),
     "v_proj": ("attention.v",),
     "o_proj": ("attention.o",),
+    "q_a_proj": ("attention.q_a",),
+    "q_b_proj": ("attention.q_b",),
+    "kv_a_proj_with_mqa": ("attention.kv_a",),
+    "kv_b_proj": ("attention.kv_b",),
     "gate_proj": ("mlp.gate", "mlp.shared.gate"),
     "up_proj": ("mlp.up", "mlp.shared.up"),
     "down_proj": ("mlp.down", "mlp.shared.down"),
@@ -95,8 +99,12 @@ class Adapter(nnx.Module):
 def check(config: ModelConfig, adapters: Adapters) -> None:
     """Raise a UserError if a rank is given and no target is in the model."""
     dense = any(not stack.is_routed or stack.shared_width for stack in config.stacks)
-    has = [name for name in TARGETS if name not in EXPERTS or dense]
-    has = [name for name in has if name != "router" or config.is_routed]
+    latent = config.latent
+    direct, lacking = latent is None or latent.query_rank is None, set() if dense else set(EXPERTS)
+    lacking |= set() if config.is_routed else {"router"}
+    lacking |= {"kv_a_proj_with_mqa", "kv_b_proj"} if latent is None else {"k_proj", "v_proj"}
+    lacking |= {"q_a_proj", "q_b_proj"} if direct else {"q_proj"}
+    has = [name for name in TARGETS if name not in lacking]
     if adapters.rank and not set(adapters.targets).intersection(has):
         raise UserError(
             f"adapter.targets is {', '.join(adapters.targets)}, none of which every token of this model passes; use "

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -11,16 +12,17 @@ import struct
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
-from gspo_jax import foreign
+from gspo_jax import foreign, signals
 from gspo_jax.errors import UserError
 from gspo_jax.models import int8
 from gspo_jax.models.config import ModelConfig
-from gspo_jax.models.config_json import CONFIG, read_json
+from gspo_jax.models.config_json import CONFIG, read_if_any, read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FILE = re.compile(r"[\w .+-]+\.safetensors")
@@ -149,6 +151,31 @@ ATTENTION = {
 }
 """Grouped-query attention, and the norms of a layer."""
 
+_LATENT = {
+    "attention_norm": ATTENTION["attention_norm"],
+    "attention.kv_a": Rule(_LAYER + "self_attn.kv_a_proj_with_mqa.weight", "L D R -> R D"),
+    "attention.kv_norm": Rule(_LAYER + "self_attn.kv_a_layernorm.weight", "L R -> R"),
+    "attention.kv_b": Rule(_LAYER + "self_attn.kv_b_proj.weight", "L R H -> H R"),
+    "attention.o": ATTENTION["attention.o"],
+    "mlp_norm": ATTENTION["mlp_norm"],
+}
+_LATENT_QUERIES = {
+    "attention.q_a": Rule(_LAYER + "self_attn.q_a_proj.weight", "L D R -> R D"),
+    "attention.q_norm": Rule(_LAYER + "self_attn.q_a_layernorm.weight", "L R -> R"),
+    "attention.q_b": Rule(_LAYER + "self_attn.q_b_proj.weight", "L R H -> H R"),
+}
+
+
+def latent_attention(config: ModelConfig) -> dict[str, Rule]:
+    """Return the rules of multi-head latent attention, and of a layer's norms."""
+    assert config.latent is not None, "the family sets it"
+    direct = {"attention.q": ATTENTION["attention.q"]}
+    rules = _LATENT | (direct if config.latent.query_rank is None else _LATENT_QUERIES)
+    biased = ("attention.q_a", "attention.kv_a", "attention.o") if config.attention_bias else ()
+    names = {path: rules[path].tensor.replace(".weight", ".bias") for path in biased if path in rules}
+    return rules | {path + "_bias": Rule(name, "L R -> R") for path, name in names.items()}
+
+
 ATTENTION_BIAS = {
     f"attention.{name}_bias": Rule(_LAYER + f"self_attn.{name}_proj.bias", "L H -> H") for name in ("q", "k", "v")
 }
@@ -214,6 +241,21 @@ _COMPARED = 4096
 """Rows compared at a time."""
 
 
+def _predict_further(folder: pathlib.Path) -> tuple[str, ...]:
+    """Return how the names of layers begin that predict a text's tokens after the next one, as in DeepSeek-V3."""
+    fields = read_if_any(folder / CONFIG)
+    first, count = fields.get("num_hidden_layers"), fields.get("num_nextn_predict_layers")
+    if not isinstance(first, int) or not isinstance(count, int):
+        return ()
+    return tuple(f"model.layers.{first + i}." for i in range(count))
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    if jax.process_index() == 0:
+        signals.say(text)
+
+
 class Checkpoint:
     """The tensors of a folder. Raises a UserError for a missing or damaged file."""
 
@@ -228,6 +270,9 @@ class Checkpoint:
             if not foreign.is_file(folder / name, inside=folder):
                 raise UserError(f"{folder / name} does not exist though {INDEX} names it; download it again")
             self.files |= dict.fromkeys(self._open(name).keys(), name)
+        if left := [name for name in self.files if name.startswith(_predict_further(folder))]:
+            _say_once(f"{folder}: left out {len(left)} tensors of layers for multi-token prediction, such as {left[0]}")
+            self.files = {name: file for name, file in self.files.items() if name not in left}
 
     def _open(self, name: str) -> Any:
         if name not in self._opened:

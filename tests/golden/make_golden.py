@@ -129,6 +129,23 @@ MODELS = {
          "shared_expert_intermediate_size": 40, "norm_topk_prob": False, "rope_parameters": PLAIN},
         {},
     ),
+    "deepseek_v3": (  # yarn's mixed frequencies lie inside the rotary part; a value is wider than a key
+        transformers.DeepseekV3ForCausalLM,
+        {**SMALL, "num_hidden_layers": 3, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16,
+         "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 24, "n_routed_experts": 8,
+         "num_experts_per_tok": 3, "moe_intermediate_size": 8, "n_group": 4, "topk_group": 2,
+         "first_k_dense_replace": 1, "num_mtp_layers": 0, "attention_bias": True,
+         "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e2, "factor": 4.0, "mscale": 0.7,
+                             "mscale_all_dim": 1.3, "original_max_position_embeddings": 128}},
+        {},
+    ),
+    "glm4_moe_lite": (  # queries without a latent; experts fused
+        transformers.Glm4MoeLiteForCausalLM,
+        {**SMALL, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 12,
+         "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 16, "rope_parameters": PLAIN},
+        {"save_original_format": False},
+    ),
     "mixtral": (  # intermediate_size is an expert's
         transformers.MixtralForCausalLM,
         {**SMALL, "num_local_experts": 6, "num_experts_per_tok": 2, "rope_parameters": PLAIN},

@@ -19,14 +19,14 @@ from safetensors.numpy import load_file, save_file
 
 from gspo_jax.errors import UserError
 from gspo_jax.models import huggingface, tensors
-from gspo_jax.models.config import Llama3Rope, ModelConfig
+from gspo_jax.models.config import Latent, Llama3Rope, ModelConfig, YarnRope
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from tests.tiny import MIXED, load_model, mixed_family, params, save_model  # noqa: F401
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 NAMES = ("qwen3_moe", "qwen3_moe_fused", "qwen3", "qwen3_tied", "olmoe", "llama", "llama_tied", "granitemoe")
-NAMES += ("glm4_moe", "qwen2", "qwen2_moe", "mixtral")
+NAMES += ("glm4_moe", "qwen2", "qwen2_moe", "mixtral", "deepseek_v3", "glm4_moe_lite")
 MOSTLY_SLOW = [pytest.param(name, marks=pytest.mark.slow if name in ("qwen2", "mixtral") else ()) for name in NAMES]
 NUMBERS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 = NUMBERS | {"rope_type": "llama3", "rope_theta": 1e4, "original_max_position_embeddings": 32}
@@ -175,6 +175,19 @@ def test_config() -> None:
         ),
         "mixtral": ModelConfig(
             **small, family="mixtral", num_experts=6, experts_per_token=2, moe_intermediate_size=24,
+        ),
+        "deepseek_v3": ModelConfig(
+            **small | {"num_layers": 3, "num_kv_heads": 4, "rope_theta": 100.0}, family="deepseek_v3",
+            latent=Latent(rank=16, query_rank=24, plain_dim=12, value_dim=24, interleaved=True), attention_bias=True,
+            rope_scaling=YarnRope(factor=4.0, original_max_position_embeddings=128, mscale=0.7, mscale_all_dim=1.3),
+            dense_layers=1, num_experts=8, experts_per_token=3, moe_intermediate_size=8, shared_intermediate_size=8,
+            expert_groups=4, groups_per_token=2, routed_scaling_factor=2.5,
+        ),
+        "glm4_moe_lite": ModelConfig(
+            **small | {"num_kv_heads": 4}, family="glm4_moe_lite",
+            latent=Latent(rank=16, query_rank=None, plain_dim=12, value_dim=16, interleaved=True),
+            dense_layers=1, num_experts=8, experts_per_token=2, moe_intermediate_size=16, shared_intermediate_size=16,
+            routed_scaling_factor=1.8,
         ),
     }  # fmt: skip
     assert {name: huggingface.read_config(GOLDEN / name) for name in NAMES} == expected

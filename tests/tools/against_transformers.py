@@ -267,7 +267,7 @@ def compare(folder: Path) -> dict[str, float]:
     differ = 0
     for ours_row, theirs_row, gaps in zip(out.tokens, reference["greedy"], reference["gaps"], strict=True):
         wrong = np.flatnonzero(np.asarray(ours_row) != theirs_row)
-        differ += bool(len(wrong)) and gaps[wrong[0]] > TIE
+        differ += bool(len(wrong) and gaps[wrong[0]] > TIE)
 
     huggingface.save(params, config, folder / "ours")
     again = by_path(huggingface.load_params(folder / "ours", huggingface.read_config(folder / "ours")))

@@ -9,7 +9,19 @@ from typing import Any, Protocol, runtime_checkable
 from gspo_jax.models import config as config_lib
 from gspo_jax.models.config import ModelConfig, Stack
 from gspo_jax.models.config_json import ConfigJson
-from gspo_jax.models.families import glm4_moe, granitemoe, llama, mistral, mixtral, olmoe, qwen2, qwen2_moe, qwen3
+from gspo_jax.models.families import (
+    deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    granitemoe,
+    llama,
+    mistral,
+    mixtral,
+    olmoe,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+)
 from gspo_jax.models.tensors import Rule
 
 
@@ -50,7 +62,9 @@ class Family(Protocol):
 
 FAMILIES: dict[str, Family] = config_lib.FAMILIES
 FAMILIES |= {
+    "deepseek_v3": deepseek_v3,
     "glm4_moe": glm4_moe,
+    "glm4_moe_lite": glm4_moe_lite,
     "granitemoe": granitemoe,
     "llama": llama,
     "mistral": mistral,

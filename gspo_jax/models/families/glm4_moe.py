@@ -12,7 +12,7 @@ from gspo_jax.models import tensors
 from gspo_jax.models.attention import Attention, HeadNorm
 from gspo_jax.models.config import ModelConfig, Stack
 from gspo_jax.models.config_json import SUPPORTED, ConfigJson, common_fields
-from gspo_jax.models.moe import MLP, MoE, sigmoid_router
+from gspo_jax.models.families import deepseek_v3
 
 MODEL_TYPES = ("glm4_moe",)
 
@@ -25,72 +25,43 @@ def read(source: ConfigJson) -> ModelConfig:
     """Return the model of a config.json. Raise a UserError as `ConfigJson`."""
     source.check(_SUPPORTED)
     common = source.common(positions=131072, eps=1e-5, pad=None, eos=None, rotary=0.5)
-    experts, width = source.size("n_routed_experts", default=128), source.size("moe_intermediate_size", default=1408)
     return ModelConfig(
         family="glm4_moe",
         **common,
         head_dim=source.size("head_dim", default=common["hidden_size"] // common["num_heads"]),
         qk_norm=source.flag("use_qk_norm"),
         attention_bias=source.flag("attention_bias"),
+        **deepseek_v3.mixture(source, experts=128, chosen=8, width=1408, groups=(1, 1), factor=1.0),
         dense_layers=min(source.count("first_k_dense_replace", default=1), common["num_layers"]),
-        num_experts=experts,
-        experts_per_token=source.experts_per_token(experts, default=8),
-        moe_intermediate_size=width,
-        norm_topk_prob=source.flag("norm_topk_prob", default=True),
-        expert_groups=source.size("n_group", default=1),
-        groups_per_token=source.size("topk_group", default=1),
-        routed_scaling_factor=source.number("routed_scaling_factor", source.fields.get("routed_scaling_factor", 1.0)),
-        shared_intermediate_size=width * source.count("n_shared_experts", default=1),
     )
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """Return the fields of config.json."""
     fields, share = common_fields(config), {"partial_rotary_factor": config.partial_rotary_factor}
-    return fields | {
-        "architectures": ["Glm4MoeForCausalLM"],
-        "model_type": "glm4_moe",
-        "head_dim": config.head_dim,
-        "rope_parameters": fields["rope_parameters"] | share,
-        **share,
-        "use_qk_norm": config.qk_norm,
-        "first_k_dense_replace": config.dense_layers,
-        "n_routed_experts": config.num_experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "n_shared_experts": config.shared_intermediate_size // config.moe_intermediate_size,
-        "moe_intermediate_size": config.moe_intermediate_size,
-        "n_group": config.expert_groups,
-        "topk_group": config.groups_per_token,
-        "norm_topk_prob": config.norm_topk_prob,
-        "routed_scaling_factor": config.routed_scaling_factor,
-        "num_nextn_predict_layers": 0,
-    }
+    return (
+        fields
+        | deepseek_v3.mixture_fields(config)
+        | {
+            "architectures": ["Glm4MoeForCausalLM"],
+            "model_type": "glm4_moe",
+            "head_dim": config.head_dim,
+            "rope_parameters": fields["rope_parameters"] | share,
+            **share,
+            "use_qk_norm": config.qk_norm,
+        }
+    )
 
 
 def stacks(config: ModelConfig) -> tuple[Stack, ...]:
     """Return the dense layers and the routed ones."""
-    attention = partial(Attention, norm=HeadNorm if config.qk_norm else None)
-    dense = Stack(layers=config.dense_layers, attention=attention, feed_forward=MLP, width=config.intermediate_size)
-    routed = Stack(
-        layers=config.num_layers - config.dense_layers,
-        attention=attention,
-        feed_forward=partial(MoE, choose=sigmoid_router, biased=True),
-        width=config.moe_intermediate_size,
-        experts=config.num_experts,
-        experts_per_token=config.experts_per_token,
-        shared_width=config.shared_intermediate_size,
-    )
-    return tuple(stack for stack in (dense, routed) if stack.layers)
+    return deepseek_v3.stacks(config, partial(Attention, norm=HeadNorm if config.qk_norm else None))
 
 
 def rules(config: ModelConfig, names: Container[str]) -> dict[str, tensors.Rule]:
     """Return the checkpoint tensors of every parameter, by path."""
     attention = tensors.ATTENTION | (tensors.ATTENTION_BIAS if config.attention_bias else {})
-    attention |= tensors.HEAD_NORMS if config.qk_norm else {}
-    routed = tensors.experts(names, first=config.dense_layers) | tensors.ROUTER_BIAS
-    routed |= tensors.shared("shared_experts") if config.shared_intermediate_size else {}
-    own = [attention | (routed if stack.is_routed else tensors.DENSE) for stack in stacks(config)]
-    return tensors.of_model(config, *own)
+    return deepseek_v3.rules_with(attention | (tensors.HEAD_NORMS if config.qk_norm else {}), config, names)
 
 
 def _glm45(layers: int, hidden: int, widths: tuple[int, int], experts: int, **others: Any) -> ModelConfig:
