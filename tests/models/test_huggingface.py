@@ -401,6 +401,9 @@ MESHES = [
     ("qwen3", {"data": 2, "fsdp": 2, "tensor": 2}, {}),
     ("llama", {"data": 2, "fsdp": 2, "tensor": 2}, {}),
     ("olmoe", {"fsdp": 2, "expert": 2, "tensor": 2}, {}),
+    ("glm4_moe", {"fsdp": 2, "expert": 2, "tensor": 2}, {}),
+    ("granitemoe", {"fsdp": 2, "expert": 2, "tensor": 2}, {}),
+    ("qwen2_moe", {"fsdp": 2, "expert": 2, "tensor": 2}, {}),
     # head_dim, the minor half of a joined dimension, is sharded by no rule of ours, but the reader must allow for it
     ("qwen3_tied", {"data": 2, "fsdp": 2, "tensor": 2}, {"head_dim": ("data",), "layers": ("fsdp",), "embed": ()}),
 ]
