@@ -209,6 +209,8 @@ def base() -> ConfigDict:
     config.routing.replay = "none"  # "r2": the trainer replays the old policy's expert choices. "r3": the sampler's
     config.routing.balance_weight = 0.0  # weight of the load-balancing loss, 0: off
     config.routing.z_weight = 0.0  # weight of the router z-loss, 0: off
+    # Step of a sigmoid router's correction bias against each expert's load, once an update. 0: the bias stays.
+    config.routing.bias_rate = 0.0
     # Iterations between measurements of routing's effect on log-ratios (`noise/…`, two forward passes each). 0: none.
     config.routing.noise_every = 0
     config.reference = ConfigDict()  # reference policy: the run's initial policy, frozen
@@ -447,6 +449,7 @@ RANGES = {
     "routing.replay": _one_of("none", "r2", "r3"),
     "routing.balance_weight": NOT_NEGATIVE,
     "routing.z_weight": NOT_NEGATIVE,
+    "routing.bias_rate": NOT_NEGATIVE,
     "routing.noise_every": COUNT_OR_0,
     "reference.kl_weight": NOT_NEGATIVE,
     "reference.estimator": _one_of("k1", "k2", "k3"),
@@ -509,6 +512,7 @@ ADJUSTABLE = (
     "overlong.*",
     "routing.balance_weight",
     "routing.z_weight",
+    "routing.bias_rate",
     "routing.noise_every",
     "sampling.temperature",
     "sampling.top_k",

@@ -34,7 +34,7 @@ from gspo_jax.training.packing import Packer
 from gspo_jax.training.scoring import OldPolicyFn, make_old_policy
 from gspo_jax.training.shaping import Shaping
 from gspo_jax.training.state import CriticRule, TrainState, new_state, state_shardings
-from gspo_jax.training.update import BlameFn, UpdateFn, make_blame, make_gradient, make_update
+from gspo_jax.training.update import BlameFn, UpdateFn, make_biases, make_blame, make_gradient, make_update
 from gspo_jax.types import Batch, OldPolicy, Packing, Rewards, Rollout, Weights
 
 
@@ -264,6 +264,8 @@ def _programs(
     with jax.set_mesh(meshes.trainer):  # the compiler's options and the scoring depend on the platform
         scoring = learning.make_scoring(config)
         others = {"critic": critic, "teacher_graph": None if teacher is None else teacher.graph}
+        rate = config.routing.bias_rate
+        biases = make_biases(made.config, rate=rate) if rate else None
         gradient = make_gradient(made.graph, scoring, penalties=penalties, replay=replay, **others)
         return Programs(
             deal=jax.jit(deal),
@@ -276,7 +278,7 @@ def _programs(
                 kl_in_reward=reference.kl_weight if reference.place == "reward" else 0.0,
                 teacher=penalties.teacher if penalties.teacher_form == "advantage" else 0.0,
             ),
-            update=make_update(gradient, optimizer, schedule, critic=critic, shardings=shardings),
+            update=make_update(gradient, optimizer, schedule, critic=critic, shardings=shardings, biases=biases),
             blame=make_blame(gradient, shardings.updates),
         )
 

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from gspo_jax.models import families, huggingface, tensors, transformer
-from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.config import Latent, ModelConfig, YarnRope
 from gspo_jax.models.families import qwen3
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import decoder
@@ -36,6 +36,30 @@ CONFIG = ModelConfig(
     experts_per_token=2,
     moe_intermediate_size=16,
 )
+
+LATENT = ModelConfig(
+    family="deepseek_v3",
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=4,
+    intermediate_size=48,
+    latent=Latent(rank=16, query_rank=24, plain_dim=6, value_dim=12, interleaved=True),
+    num_experts=8,
+    dense_layers=1,
+    experts_per_token=2,
+    moe_intermediate_size=16,
+    expert_groups=4,
+    groups_per_token=2,
+    routed_scaling_factor=2.5,
+    shared_intermediate_size=16,
+    attention_bias=True,
+    rope_theta=100.0,
+    rope_scaling=YarnRope(factor=4.0, original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=1.3),
+)
+"""Latent attention, whose values are wider than its keys: one dense layer, then a routed one."""
 
 MIXED = dataclasses.replace(CONFIG, family="mixed", num_layers=3)
 """One dense layer, then a stack of two routed layers; its tests use the fixture `mixed_family`."""

@@ -221,6 +221,11 @@ class ModelConfig:
                 f"experts_per_token {self.experts_per_token} is outside 1 to num_experts {self.num_experts}; "
                 "choose one inside"
             )
+        if self.latent is not None and self.num_kv_heads != self.num_heads:
+            raise UserError(
+                f"num_kv_heads {self.num_kv_heads} is not num_heads {self.num_heads}, and latent attention makes keys "
+                "and values for every head; set it to the same"
+            )
         if not 0 <= self.dense_layers <= self.num_layers:
             raise UserError(
                 f"dense_layers {self.dense_layers} is outside 0 to num_layers {self.num_layers}; choose one"

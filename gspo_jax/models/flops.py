@@ -65,10 +65,14 @@ class Flops(NamedTuple):
         return (1 if self.adapters else 2) * matrices + 2 * (self.attention + self.adapters)
 
 
-def forward(config: ModelConfig, work: Work) -> Flops:
-    """Return the flops of one forward through layers of attention, or the delta rule in chunks, and SwiGLU."""
+def forward(config: ModelConfig, work: Work, *, is_step: bool = False) -> Flops:
+    """Return the flops of one forward through layers of attention, or the delta rule in chunks, and SwiGLU.
+
+    Args:
+      is_step: of a decode step, where queries of latent attention meet latents, in place of expanded keys and values.
+    """
     D, stacks = config.hidden_size, config.stacks
-    (projections, pair), (mixed, token) = _attention(config), _delta_rule(config)
+    (projections, pair), (mixed, token) = _attention(config, is_step=is_step), _delta_rule(config)
     keys = [s.state is None for s in stacks]
     return Flops(
         trunk=sum(
@@ -83,11 +87,18 @@ def forward(config: ModelConfig, work: Work) -> Flops:
     )
 
 
-def _attention(config: ModelConfig) -> tuple[int, int]:
+def _attention(config: ModelConfig, *, is_step: bool) -> tuple[int, int]:
     """Return a layer's flops of a token's projections, and of a (query, key) pair in all heads."""
-    D, H, h = config.hidden_size, config.num_heads, config.head_dim
-    gates = H * config.is_recurrent  # beside the delta rule, attention is gated
-    return 2 * D * h * (2 * H + gates + 2 * config.num_kv_heads), 4 * H * h
+    D, H, h, latent = config.hidden_size, config.num_heads, config.head_dim, config.latent
+    if latent is None:
+        gates = H * config.is_recurrent  # beside the delta rule, attention is gated
+        return 2 * D * h * (2 * H + gates + 2 * config.num_kv_heads), 4 * H * h
+    own, cached = latent.plain_dim + h, config.cached.key_dim
+    queries = D * H * own if latent.query_rank is None else latent.query_rank * (D + H * own)
+    # A step's kv_b takes as many, in its queries and outputs. It weighs whole cached keys, rotary part and all.
+    keys = D * cached + latent.rank * H * (latent.plain_dim + latent.value_dim)
+    pair = 2 * cached if is_step else own + latent.value_dim
+    return 2 * (queries + keys + H * latent.value_dim * D), 2 * H * pair
 
 
 def _delta_rule(config: ModelConfig) -> tuple[int, float]:

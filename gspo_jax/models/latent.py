@@ -13,7 +13,6 @@ step takes kv_b into its queries and its outputs, which attend to latents, q · 
 The fused decode kernels have no such layer: every platform takes `Transformer`'s own step.
 """
 
-import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Shaped
 
-from gspo_jax.kernels.adapted_matmul import LowRank
+from gspo_jax.errors import UserError
 from gspo_jax.kernels.grouped_matmul import scaled
 from gspo_jax.kernels.rotary import Rotation, halves, rms_norm, rope
 from gspo_jax.models.attention import Context
@@ -37,7 +36,8 @@ class LatentAttention(nnx.Module):
     """Multi-head latent attention. Parameters have a leading layer axis. `__call__` gets one layer's slice."""
 
     def __init__(self, config: ModelConfig, stack: Stack, *, rngs: nnx.Rngs):
-        assert config.latent is not None, "the family sets it"
+        if config.latent is None:
+            raise UserError(f"a model of the family {config.family} has no sizes of its latent attention; give latent")
         L, D, H, latent = stack.layers, config.hidden_size, config.num_heads, config.latent
         self.config, self.latent = config, latent
         queries, cached = H * (latent.plain_dim + config.head_dim), config.cached.key_dim
@@ -126,8 +126,8 @@ class _Columns(NamedTuple):
     weights: Shaped[Array, "r H w"]
     scale: Float[Array, "1 1 H w"] | None
     """Of int8 weights."""
-    low: LowRank | None
-    """B [R, H, w]."""
+    low: tuple[Float[Array, "r R"], Float[Array, "R H w"], float] | None
+    """An adapter's A, B and s."""
 
     @classmethod
     def of(cls, made: Matrix, heads: int, own: slice) -> "_Columns":
@@ -135,8 +135,8 @@ class _Columns(NamedTuple):
             return x.reshape(*x.shape[:-1], heads, -1)[..., own]
 
         scale, low = made.scale, made.low
-        low = None if low is None else dataclasses.replace(low, b=part(low.b))
-        return cls(part(made.weights), None if scale is None else part(scale)[None, None], low)
+        scale = None if scale is None else part(scale)[None, None]
+        return cls(part(made.weights), scale, None if low is None else (low.a, part(low.b), low.scale))
 
     def __call__(self, x: Float[Array, "B Q H r"]) -> Float[Array, "B Q H w"]:
         """Return x W, each head by its own columns."""
@@ -144,14 +144,16 @@ class _Columns(NamedTuple):
         y = y if self.scale is None else scaled(y, self.scale)
         if self.low is None:
             return y
-        return y + _product("bqhk,khw->bqhw", x @ self.low.a * self.low.scale, self.low.b)
+        a, b, s = self.low
+        return y + _product("bqhk,khw->bqhw", x @ a * s, b)
 
     def transposed(self, x: Float[Array, "B Q H w"]) -> Float[Array, "B Q H r"]:
         """Return x Wᵀ."""
         y = _product("bqhw,rhw->bqhr", x if self.scale is None else scaled(x, self.scale), self.weights)
         if self.low is None:
             return y
-        return y + _product("bqhw,khw->bqhk", x, self.low.b) * self.low.scale @ self.low.a.T
+        a, b, s = self.low
+        return y + _product("bqhw,khw->bqhk", x, b) * s @ a.T
 
 
 def _product(how: str, x: Array, weights: Array) -> Array:

@@ -13,6 +13,7 @@ L counts routed layers alone.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels import router_tpu
-from gspo_jax.models.config import ModelConfig, Stack, parameter, zeros
+from gspo_jax.models.config import ModelConfig, Stack, dotted, parameter, zeros
 from gspo_jax.models.dispatch import Dispatch, exchange
 from gspo_jax.models.experts import ExpertKernels
 from gspo_jax.models.matrices import matrix, project
@@ -242,6 +243,26 @@ def best_of_groups(scores: Float[Array, "B T E"], bias: Float[Array, " E"], conf
     return jax.lax.sort((-_at(scores, experts), experts), num_keys=1)[1]
 
 
+BIAS = "choice_bias"
+"""Name of a parameter of `MoE`."""
+
+
+def balanced(params: nnx.State, load: Float[Array, "L E"], config: ModelConfig, *, rate: float) -> nnx.State:
+    """Move each router's bias against its experts' load: bias_e += rate · sign(1 / E − load_e) (arXiv 2408.15664).
+
+    Args:
+      load: each expert's share of its layer's (token, expert) pairs.
+    """
+    stacks = itertools.chain.from_iterable(split_routing(Routing(load=load), config))
+    own = {f"layers.{i}.mlp.{BIAS}": part.load for i, part in enumerate(stacks) if part is not None}
+
+    def one(path: jax.tree_util.KeyPath, x: Array) -> Array:
+        found = own.get(dotted(path))
+        return x if found is None else x + rate * jnp.sign(1 / load.shape[1] - found)
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
 class Buffer(nnx.Param):
     """Read, kept in checkpoints and exported like a parameter, without a gradient or weight decay."""
 
@@ -285,7 +306,7 @@ class MoE(nnx.Module):
         self.down = parameter(rngs, (L, E, F, D), ("layers", "expert", "mlp", "embed"))
         beside = dataclasses.replace(stack, width=stack.shared_width)
         bias: dict[str, Any] = {"float32": True, "kind": Buffer}
-        self.router_bias = parameter(rngs, (L, E), ("layers", "router"), zeros, **bias) if biased else None
+        self.choice_bias = parameter(rngs, (L, E), ("layers", "router"), zeros, **bias) if biased else None
         self.shared = MLP(config, beside, dispatch, rngs=rngs) if stack.shared_width else None
         self.shared_gate = parameter(rngs, (L, D, 1), ("layers", "embed", "router")) if gated else None
 
@@ -319,8 +340,8 @@ class MoE(nnx.Module):
         (B, T, D), router, config = x.shape, matrix(self, "router", x.dtype), self.config
         plain = layer is not None and asked is None and self.choose is softmax_router and router.low is None
         if not plain or not router_tpu.applies(B * T, D, config.num_experts):
-            logits = matrix(self, "router", jnp.float32)(x.astype(jnp.float32))  # its bias is none of the logits'
-            bias = None if self.router_bias is None else jax.lax.stop_gradient(self.router_bias[...])
+            (logits,) = project(self, ("router",), x.astype(jnp.float32))
+            bias = None if self.choice_bias is None else jax.lax.stop_gradient(self.choice_bias[...])
             return self.choose(checkpoint_name(logits, "dot"), config, asked, bias)
 
         def run(x: Array, weights: Array) -> list[Array]:

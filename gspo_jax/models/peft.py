@@ -36,6 +36,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _MODEL = "base_model.model."
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
 _FUSED = "gate_up_proj", "down_proj"
+_ROUTERS = "mlp.gate", "block_sparse_moe.router"
 _MOST_ALPHA = float(np.finfo(np.float32).max)
 _SUPPORTED = {
     "peft_type": ("LORA",),
@@ -320,8 +321,8 @@ def _written(pairs: Mapping[str, Pair], adapters: Adapters) -> tuple[dict[str, n
             of_experts[parts[1]][parts[3]].append(pair)
             continue
         write(module, pair.a, pair.b)
-        if module.endswith("mlp.gate"):  # no linear layer in transformers 5
-            targets["target_parameters"].add("mlp.gate.weight")
+        if module.endswith(_ROUTERS):  # no linear layers in transformers 5
+            targets["target_parameters"].add(_last_two(module) + ".weight")
         else:
             targets["target_modules"].add(module.rpartition(".")[2])
     for module, own in of_experts.items():
@@ -333,7 +334,7 @@ def _written(pairs: Mapping[str, Pair], adapters: Adapters) -> tuple[dict[str, n
             inner = module + ".base_layer" * (target == "gate_up_proj" and bool(fused["down_proj"]))
             a, b = np.concatenate([pair.a for pair in each], axis=1), np.stack([pair.b for pair in each], axis=1)
             write(inner, a, b.reshape(-1, b.shape[2]))
-            targets["target_parameters"].add(f"mlp.experts.{target}")
+            targets["target_parameters"].add(f"{_last_two(module)}.{target}")
             ranks[f".*experts.{target}"] = rank = each[0].b.shape[0]
             alphas[f".*experts.{target}"] = each[0].scale * math.sqrt(rank)
     fields = {name: value for name, (value, *_) in _SUPPORTED.items()} | {
@@ -349,6 +350,10 @@ def _written(pairs: Mapping[str, Pair], adapters: Adapters) -> tuple[dict[str, n
         **{name: sorted(found) for name, found in targets.items()},
     }
     return tensors, fields
+
+
+def _last_two(module: str) -> str:
+    return ".".join(module.split(".")[-2:])
 
 
 def _joined(gate: Pair | None, up: Pair | None) -> Pair:

@@ -203,7 +203,7 @@ _FUSED = _EXPERTS | {  # transformers 5 in memory, and on disk with save_origina
     "mlp.down": Rule(_LAYER + "mlp.experts.down_proj", "L E F D -> E D F"),
 }
 ROUTER_BIAS = {
-    "mlp.router_bias": Rule(_LAYER + "mlp.gate.e_score_correction_bias", "L E -> E", float32=True),
+    "mlp.choice_bias": Rule(_LAYER + "mlp.gate.e_score_correction_bias", "L E -> E", float32=True),
 }
 
 SHARED_GATE = {"mlp.shared_gate": Rule(_LAYER + "mlp.shared_expert_gate.weight", "L D G -> G D")}

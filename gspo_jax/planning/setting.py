@@ -154,7 +154,8 @@ class Setting:
     def formula(self, name: str) -> tuple[flops_lib.Flops, float]:
         """Return per-chip forward flops by part, and the multiplier for attention."""
         work, engine = self.work(name), self.engine
-        forward, adapters = flops_lib.forward(self.model, work), work.tokens * self._adapter_flops
+        forward = flops_lib.forward(self.model, work, is_step=name == "sample_decode")
+        adapters = work.tokens * self._adapter_flops
         teacher = flops_lib.Flops(0, 0, 0, 0)
         if engine.teacher is not None and name == ("update" if engine.teacher.reads_in_update else "score"):
             teacher = flops_lib.forward(engine.teacher.config, work)

@@ -16,8 +16,9 @@ from gspo_jax.data.benchmarks import BENCHMARKS
 from gspo_jax.data.templates import CLOCK
 from gspo_jax.errors import UserError, choices
 from gspo_jax.folder import weights_and_biases
-from gspo_jax.models import lora, peft, published
-from gspo_jax.models.config import ModelConfig
+from gspo_jax.models import lora, peft, published, transformer
+from gspo_jax.models.config import ModelConfig, by_path
+from gspo_jax.models.moe import BIAS
 from gspo_jax.objectives import Objective
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rewards import environments, scorer, steps
@@ -387,8 +388,9 @@ def check_recurrent(config: ConfigDict, model: ModelConfig) -> None:
 
 
 def check_dense(config: ConfigDict, model: ModelConfig) -> None:
-    """Raise a UserError if a dense model's config needs routers."""
+    """Raise a UserError if a dense model's config needs routers, or that of routers without a bias moves it."""
     if model.is_routed:
+        _check_bias(config, model)
         return
     routing, dispatch = config.routing, config.model.dispatch
     for what, asked, instead in (
@@ -396,8 +398,17 @@ def check_dense(config: ConfigDict, model: ModelConfig) -> None:
         (f"routing.replay {routing.replay!r}", routing.replay != "none", "'none'"),
         (f"routing.balance_weight {routing.balance_weight}", routing.balance_weight, "0"),
         (f"routing.z_weight {routing.z_weight}", routing.z_weight, "0"),
+        (f"routing.bias_rate {routing.bias_rate}", routing.bias_rate, "0"),
         (f"routing.noise_every {routing.noise_every}", routing.noise_every, "0"),
         (f"model.dispatch {dispatch!r}", dispatch != "gather", "'gather'"),
     ):
         if asked:
             raise UserError(f"{what} is for mixtures of experts, and the model is dense; use {instead}")
+
+
+def _check_bias(config: ConfigDict, model: ModelConfig) -> None:
+    rate, adapters = config.routing.bias_rate, config.adapter.rank or config.adapter.expert_rank
+    if rate and adapters:
+        raise UserError(f"routing.bias_rate is {rate}, and adapters leave the routers' biases as they are; use 0")
+    if rate and not any(BIAS in path.split(".") for path in by_path(transformer.abstract(model)[1])):
+        raise UserError(f"routing.bias_rate is {rate}, and the model's routers have no correction bias; use 0")

@@ -17,7 +17,7 @@ from gspo_jax.folder import storage
 from gspo_jax.folder.notes import existing_folder
 from gspo_jax.folder.storage import RunFolder
 from gspo_jax.models import huggingface, lora, peft, transformer
-from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.config import Latent, ModelConfig
 from gspo_jax.models.dispatch import Dispatch
 from gspo_jax.models.matrices import ADAPTER
 from gspo_jax.models.published import check as check_published
@@ -42,10 +42,11 @@ _SHAPED_BY = {
     "v": (*_LAYER, "num_kv_heads", "head_dim"),
     "q_bias": ("num_layers", "num_heads", "head_dim", "attention_bias"),
     **dict.fromkeys(("k_bias", "v_bias"), ("num_layers", "num_kv_heads", "head_dim", "attention_bias")),
+    **dict.fromkeys(("q_a", "q_b", "kv_a", "kv_b", "kv_norm"), (*_LAYER, "num_heads", "head_dim", "latent")),
     "q_norm": ("num_layers", "num_heads", "head_dim"),
     "k_norm": ("num_layers", "num_kv_heads", "head_dim"),
     "router": (*_LAYER, "num_experts"),
-    "router_bias": ("num_layers", "num_experts"),
+    "choice_bias": ("num_layers", "num_experts"),
     "shared": (*_LAYER, "shared_intermediate_size"),
     "shared_gate": _LAYER,
     **dict.fromkeys(("qkvz", "ba", "qkv", "z", "b", "a"), (*_LAYER, *_LINEAR)),
@@ -237,8 +238,11 @@ def cold_start_model(config: ConfigDict, **of_tokenizer: Any) -> ModelConfig:
     Raises:
       UserError: model.architecture lacks a field or has an unknown one.
     """
+    architecture = dict(config.model.architecture)
     try:
-        model = ModelConfig(vocab_size=config.coldstart.vocab_size, **config.model.architecture, **of_tokenizer)
+        if architecture.get("latent") is not None:
+            architecture["latent"] = Latent(**architecture["latent"])
+        model = ModelConfig(vocab_size=config.coldstart.vocab_size, **architecture, **of_tokenizer)
     except TypeError as error:
         what = str(error).partition(" ")[2]
         raise UserError(f"model.architecture is not a model's: {what}; see the fields of ModelConfig") from None

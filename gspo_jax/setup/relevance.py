@@ -46,6 +46,7 @@ NOT_OF_ANSWERS = _OF_NEITHER | {
     "scoring.environment": "keys",
     "routing.balance_weight": "of training",
     "routing.z_weight": "of training",
+    "routing.bias_rate": "of training",
     "routing.noise_every": "of training",
     "training.minibatches": "of training",
     "training.row_tokens": "of training",

@@ -13,7 +13,8 @@ from jaxtyping import Array, Float
 
 from gspo_jax import objectives
 from gspo_jax.kernels.backend import compiler_options
-from gspo_jax.models.moe import Routing, layers_first
+from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.moe import Routing, balanced, layers_first
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.objectives import Objective
 from gspo_jax.routing import load as load_lib
@@ -58,6 +59,8 @@ Loss = tuple[Array, tuple[Metrics, Metrics]]
 """(a micro-batch's loss, (sums, maxima) for the metrics)."""
 LossFn = Callable[[Trained, Batch, Array, Layout], Loss]
 """(parameters, micro-batch, its token weights, its rows) -> the loss."""
+Biases = Callable[[nnx.State, Batch], nnx.State]
+"""(the policy's parameters, mini-batch) -> the parameters with moved biases."""
 BlameFn = OfMinibatch[tuple[Array, dict[str, Any]]]
 """Returns (the loss, non-finite elements by leaf)."""
 
@@ -84,11 +87,8 @@ def make_gradient(
         index: Array | int,
         teacher: nnx.State | None = None,
     ) -> tuple[Gradients, Metrics]:
-        batch, load = batch.minibatch(index), None
-        if penalties.balance:
-            E, S = Weights(state.params, frozen).model(graph).config.num_experts, batch.rollout.prompts.shape[1]
-            experts = layers_first(batch.routes).experts[:, :, S:]
-            load = load_lib.shares(load_lib.expert_counts(experts, batch.mask, num_experts=E))
+        batch = batch.minibatch(index)
+        load = _load(batch, Weights(state.params, frozen).model(graph).config) if penalties.balance else None
         reference = batch.old.reference_logprobs is not None
         others = {"reference": reference, "teacher_graph": teacher_graph}
         terms = terms_lib.chosen(penalties, objective, scoring, critic, **others)
@@ -134,8 +134,9 @@ def make_update(
     *,
     critic: CriticRule | None = None,
     shardings: TrainState | None = None,
+    biases: Biases | None = None,
 ) -> UpdateFn:
-    """Build a jitted optimizer step on a mini-batch.
+    """Build a jitted optimizer step on a mini-batch, followed by a step of the routers' biases, if any.
 
     A non-finite gradient or loss changes only the counts of updates and skipped updates. The old state is donated.
     `schedule` gives the learning rate, for the metrics.
@@ -152,7 +153,8 @@ def make_update(
         teacher: nnx.State | None = None,
     ) -> tuple[TrainState, Metrics]:
         grads, metrics = gradient(objective, state, frozen, batch, index, teacher)
-        new, seen = _apply(state, grads, metrics["actor/loss"], optimizer, critic)
+        move = None if biases is None else lambda params: biases(params, batch.minibatch(index))
+        new, seen = _apply(state, grads, metrics["actor/loss"], optimizer, critic, move)
         return new, metrics | seen | {"actor/lr": schedule(state.updates - state.skipped)}
 
     return update
@@ -207,11 +209,13 @@ def _apply(
     loss: Array,
     optimizer: optax.GradientTransformation,
     critic: CriticRule | None,
+    move: Callable[[nnx.State], nnx.State] | None,
 ) -> tuple[TrainState, Metrics]:
-    """Step policy and critic, unless a gradient or the loss is not finite."""
+    """Step policy and critic, and `move` the policy's buffers, unless a gradient or the loss is not finite."""
     finite = jnp.isfinite(optax.global_norm(grads)) & jnp.isfinite(loss)
     metrics = {"actor/grad_norm": optax.global_norm(grads[0]), "update/skipped": (~finite).astype(jnp.int32)}
     policy, critics = step(state.policy, optimizer, grads[0]), None
+    policy = policy if move is None else dataclasses.replace(policy, params=move(policy.params))
     if state.critic is not None:
         assert critic is not None and grads[1] is not None
         critics = step(state.critic, critic.optimizer, grads[1])
@@ -220,6 +224,21 @@ def _apply(
         lambda new, old: jnp.where(finite, new, old), (policy, critics), (state.policy, state.critic)
     )
     return TrainState(policy, state.updates + 1, state.skipped + ~finite, critics), metrics
+
+
+def make_biases(config: ModelConfig, *, rate: float) -> Biases:
+    """Build a step of the routers' biases (`moe.balanced`) by the load under the old policy, over a mini-batch."""
+
+    def biases(params: nnx.State, batch: Batch) -> nnx.State:
+        return balanced(params, _load(batch, config), config, rate=rate)
+
+    return biases
+
+
+def _load(batch: Batch, config: ModelConfig) -> Float[Array, "L E"]:
+    """Return each expert's share of the old policy's pairs over a mini-batch's tokens."""
+    experts = layers_first(batch.routes).experts[:, :, batch.rollout.prompts.shape[1] :]
+    return load_lib.shares(load_lib.expert_counts(experts, batch.mask, num_experts=config.num_experts))
 
 
 def _router_shift(scores: ModelScores, layout: Layout, old: RouterRecord) -> Float[Array, "B T"]:

@@ -1,4 +1,4 @@
-"""Write the golden data: nine tiny random Hugging Face checkpoints and what transformers computes with them.
+"""Write the golden data: tiny random Hugging Face checkpoints and what transformers computes with them.
 
     python tests/golden/make_golden.py            # from the repository root; rewrites the folders beside this file
     python tests/golden/make_golden.py olmoe      # this one only
@@ -9,9 +9,10 @@ folder is a real `save_pretrained` folder plus `reference.npz`:
     logits [B,T,V] float32  of the eager forward
     lengths [B] int32       how many of a row's ids make a prompt
     greedy [B,64] int32     the greedy continuation of each prompt, which EOS does not stop
-The seven cover: three families; norm_topk_prob true and false; experts as one tensor each in one file, and fused in a
-sharded checkpoint with an index; head tied and untied; rotary positions plain and Llama 3's. Norm weights are pushed
-away from 1, so that a forgotten scale shows.
+They cover: every family; norm_topk_prob true and false; experts as one tensor each in one file, and fused in a sharded
+checkpoint with an index; head tied and untied; rotary positions plain, Llama 3's and of half a head; routers by softmax
+and by sigmoid with a bias and groups; shared experts with a gate and without. Norm weights are pushed away from 1, so
+that a forgotten scale shows.
 
 A seed is taken only if rounding cannot change the answer: along the greedy path the best logit leads the second by more
 than `MIN_GAP`, and everywhere the last chosen expert leads the first rejected one by more than `MIN_ROUTER_GAP`.
@@ -46,6 +47,15 @@ COMMON = {
     "bos_token_id": None,
     "dtype": "float32",
 }
+SMALL = {
+    "vocab_size": 128,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "eos_token_id": 1,
+    "intermediate_size": 24,
+    "hidden_size": 32,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 MOE = {"num_experts": 8, "moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": []}
 DELTA = {
     "vocab_size": 128, "hidden_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
@@ -110,6 +120,54 @@ MODELS = {
         {**DELTA, "layer_types": [LINEAR, LINEAR, FULL, LINEAR], "linear_num_key_heads": 4},
         {"save_original_format": False},
     ),
+    "granitemoe": (  # intermediate_size is an expert's, fused on disk as in memory
+        transformers.GraniteMoeForCausalLM,
+        {**SMALL, "num_local_experts": 8, "num_experts_per_tok": 3, "tie_word_embeddings": True,
+         "attention_multiplier": 0.2, "embedding_multiplier": 0.4, "residual_multiplier": 0.7, "logits_scaling": 0.5,
+         "rope_parameters": PLAIN},
+        {},
+    ),
+    "glm4_moe": (
+        transformers.Glm4MoeForCausalLM,
+        {**SMALL, "num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 12, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
+         "n_shared_experts": 2, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True,
+         "num_mtp_layers": 0, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+        {},
+    ),
+    "qwen2": (
+        transformers.Qwen2ForCausalLM,
+        {**SMALL, "tie_word_embeddings": True, "rope_parameters": PLAIN},
+        {},
+    ),
+    "qwen2_moe": (
+        transformers.Qwen2MoeForCausalLM,
+        {**SMALL, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+         "shared_expert_intermediate_size": 40, "norm_topk_prob": False, "rope_parameters": PLAIN},
+        {},
+    ),
+    "deepseek_v3": (  # yarn's mixed frequencies lie inside the rotary part; a value is wider than a key
+        transformers.DeepseekV3ForCausalLM,
+        {**SMALL, "num_hidden_layers": 3, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16,
+         "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 24, "n_routed_experts": 8,
+         "num_experts_per_tok": 3, "moe_intermediate_size": 8, "n_group": 4, "topk_group": 2,
+         "first_k_dense_replace": 1, "num_mtp_layers": 0, "attention_bias": True,
+         "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e2, "factor": 4.0, "mscale": 0.7,
+                             "mscale_all_dim": 1.3, "original_max_position_embeddings": 128}},
+        {},
+    ),
+    "glm4_moe_lite": (  # queries without a latent; experts fused
+        transformers.Glm4MoeLiteForCausalLM,
+        {**SMALL, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 12,
+         "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 16, "rope_parameters": PLAIN},
+        {"save_original_format": False},
+    ),
+    "mixtral": (  # intermediate_size is an expert's
+        transformers.MixtralForCausalLM,
+        {**SMALL, "num_local_experts": 6, "num_experts_per_tok": 2, "rope_parameters": PLAIN},
+        {},
+    ),
 }  # fmt: skip
 
 
@@ -119,7 +177,9 @@ def build(name: str, seed: int) -> transformers.PreTrainedModel:
     model = cls(cls.config_class(**(COMMON | changes), attn_implementation="eager", experts_implementation="eager"))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for key, weight in model.named_parameters():
+        for key, weight in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" in key:
+                continue
             if "norm" in key:
                 weight.uniform_(0.5, 1.5, generator=generator)
             else:
@@ -129,28 +189,45 @@ def build(name: str, seed: int) -> transformers.PreTrainedModel:
     return model.eval()
 
 
+def router_gap(router: torch.nn.Module, logits: torch.Tensor) -> float:
+    """By how much the last chosen expert leads the next one, and the last chosen group the next one."""
+    bias, k = getattr(router, "e_score_correction_bias", None), router.top_k
+    scores, gaps = logits if bias is None else logits.sigmoid() + bias, []
+    if bias is not None and router.num_group > 1:
+        apart = scores.unflatten(-1, (router.num_group, -1))
+        values = apart.topk(2, dim=-1).values.sum(-1)
+        ranked = values.sort(dim=-1, descending=True)
+        gaps.append(ranked.values[..., router.topk_group - 1] - ranked.values[..., router.topk_group])
+        inside = torch.zeros_like(values, dtype=torch.bool).scatter(-1, ranked.indices[..., : router.topk_group], True)
+        scores = apart.masked_fill(~inside[..., None], -INF).flatten(-2)
+    ranked = scores.sort(dim=-1, descending=True).values
+    return min(gap.min().item() for gap in [*gaps, ranked[..., k - 1] - ranked[..., k]])
+
+
 @torch.no_grad()
 def reference(model: transformers.PreTrainedModel, seed: int) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """The arrays to keep, and the margins that decide whether the seed is taken."""
     generator = torch.Generator().manual_seed(seed + 1)
     tokens = torch.randint(3, model.config.vocab_size, (ROWS, LENGTH), generator=generator)
     logits = model(tokens, use_cache=False).logits
-    is_moe = model.config.model_type in ("qwen3_moe", "olmoe", "qwen3_next", "qwen3_5_moe_text")
     greedy, margins = [], {"logits_std": logits.std().item(), "greedy_gap": INF, "distinct": INF, "router_gap": INF}
+
+    def watch(router: torch.nn.Module, _: object, out: tuple[torch.Tensor, ...]) -> None:
+        margins["router_gap"] = min(margins["router_gap"], router_gap(router, out[0]))
+
+    for module in model.modules():
+        if type(module).__name__.endswith("Router"):
+            module.register_forward_hook(watch)
     for row, length in zip(tokens, LENGTHS, strict=True):
         path = row[None, :length]
         for _ in range(NEW_TOKENS):
             step = model(path, use_cache=False).logits[:, -1]
             path = torch.cat([path, step.argmax(-1, keepdim=True)], dim=1)
         greedy.append(path[0, length:])
-        out = model(path, use_cache=False, **({"output_router_logits": True} if is_moe else {}))
+        out = model(path, use_cache=False)
         best = out.logits[:, length - 1 : -1].topk(2, dim=-1).values
         margins["greedy_gap"] = min(margins["greedy_gap"], (best[..., 0] - best[..., 1]).min().item())
         margins["distinct"] = min(margins["distinct"], len(set(greedy[-1].tolist())))
-        if is_moe:
-            k = model.config.num_experts_per_tok
-            ranked = torch.stack(out.router_logits).sort(dim=-1, descending=True).values
-            margins["router_gap"] = min(margins["router_gap"], (ranked[..., k - 1] - ranked[..., k]).min().item())
     arrays = {
         "tokens": tokens.numpy().astype(np.int32),
         "logits": logits.numpy(),

@@ -17,7 +17,18 @@ from gspo_jax.models.moe import Routing
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.decoder import make_reshard
 from gspo_jax.types import Weights
-from tests.tiny import CONFIG, EIGHT, MIXED, leaf_errors, mixed_family, mostly_slow, params, prompts, weights  # noqa: F401
+from tests.tiny import (  # noqa: F401
+    CONFIG,
+    EIGHT,
+    LATENT,
+    MIXED,
+    leaf_errors,
+    mixed_family,
+    mostly_slow,
+    params,
+    prompts,
+    weights,
+)
 
 
 def model(config=CONFIG, dtype=jnp.float32):
@@ -65,8 +76,8 @@ def test_a_hole_in_the_middle_is_as_if_it_were_not_there():
 
 @pytest.mark.parametrize(
     ("config", "group_size"),
-    mostly_slow([(CONFIG, 1), (MIXED, 3)], always=[(MIXED, 3)]),
-    ids=["one stack", "two stacks"],
+    mostly_slow([(CONFIG, 1), (MIXED, 3), (LATENT, 2)], always=[(MIXED, 3), (LATENT, 2)]),
+    ids=["one stack", "two stacks", "latent"],
 )
 def test_cached_decode_equals_a_full_forward(config, group_size, mixed_family):  # noqa: F811
     """Logits and routes of every row match token by token, with ragged prompts prefilled once per group."""
@@ -77,8 +88,8 @@ def test_cached_decode_equals_a_full_forward(config, group_size, mixed_family): 
     valid = np.arange(10)[None] < batch.lengths[:, None]
     out, kept = jax.jit(net.prefill)(batch.tokens, jnp.asarray(valid))
     k, v = map(heads_first, kept)
-    pool, table = empty_pool(k, 3 * B, -(-T // 3)), jnp.arange(3 * B).reshape(B, 3)
-    cache = Cache(k, v, jnp.asarray(batch.lengths), pool, pool, table, group_size)
+    pools, table = (empty_pool(x, 3 * B, -(-T // 3)) for x in (k, v)), jnp.arange(3 * B).reshape(B, 3)
+    cache = Cache(k, v, jnp.asarray(batch.lengths), *pools, table, group_size)
     decode = jax.jit(net.decode)
     stepped, routes = [], []
     for t in range(T):

@@ -298,7 +298,7 @@ def compare(folder: Path) -> dict[str, float]:
         "gradients": errors[worst],
         "worst": worst,
         "theirs": reference["rounding"].tolist(),
-        "greedy": differ,
+        "greedy": int(differ),
         "round trip": int(not same) + sum(not np.array_equal(before[name], after[name]) for name in shared),
         "tensors": len(before.keys() ^ after.keys()),
     }

@@ -64,8 +64,8 @@ def write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def stacks(config: ModelConfig, norm: Callable[..., nnx.Module] = HeadNorm) -> tuple[Stack, ...]:
-    """Return one stack of all layers, dense or routed, with this norm of queries and keys."""
+def stacks(config: ModelConfig, norm: Callable[..., nnx.Module] | None = HeadNorm) -> tuple[Stack, ...]:
+    """Return one stack of all layers, dense or routed, with this norm of queries and keys; None: they are not normed."""
     routed = config.num_experts > 0
     return (
         Stack(
