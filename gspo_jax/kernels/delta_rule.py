@@ -245,8 +245,9 @@ def delta_rule(
     numbers = jnp.arange(places.last.shape[0] * group, dtype=jnp.int32).reshape(-1, group)
 
     def take(carry: Any, xs: Any) -> tuple[Any, Array]:
-        arrays, places, numbers = xs
-        return jax.lax.scan(lambda c, x: _advance(c, x, ends), carry, (_Work.of(*arrays, places), places, numbers))
+        (q, k, v, g, beta), places, numbers = xs
+        work = _Work.of(q, k, v, g, beta, places)
+        return jax.lax.scan(lambda c, x: _advance(c, x, ends), carry, (work, places, numbers))
 
     def named(carry: Any, xs: Any) -> tuple[Any, Array]:
         return jax.checkpoint(take, prevent_cse=False)(jax.tree.map(lambda x: checkpoint_name(x, "dot"), carry), xs)
@@ -363,7 +364,7 @@ def _with_prompts_backward(kept: tuple[Array, Array, Spans], grads: Array) -> tu
     flat, taps, spans = kept
     w = len(taps) - 1
 
-    def one(token: Array, start: Array, there: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+    def one(token: Array, start: Array, there: Array, found: Any) -> Any:
         dx, dtaps = found
         own = jnp.where(there[1][:, None], jax.lax.dynamic_slice_in_dim(grads, token, w), 0)
         dtail, more = jax.vjp(_from_prompt, _tail(flat, start, there[0], taps), taps)[1](own)

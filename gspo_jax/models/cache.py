@@ -162,6 +162,16 @@ def state_at(states: Any, place: Array) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, place, 1, axis=1), states)
 
 
+def state_in_row(states: Any, row: Array, number: Array) -> Any:
+    """Return the states [L, 1, …] at one place of one row of [R, L, E, …]."""
+
+    def one(x: Array) -> Array:
+        nowhere = (0,) * (x.ndim - 3)
+        return jax.lax.dynamic_slice(x, (row, 0, number, *nowhere), (1, x.shape[1], 1, *x.shape[3:]))[0]
+
+    return jax.tree.map(one, states)
+
+
 def write_state(states: Any, slot: Array, own: Any) -> Any:
     """Write one slot's states."""
     return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, slot, axis=1), states, own)

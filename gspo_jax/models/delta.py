@@ -4,7 +4,10 @@ Projections make queries, keys and values, a gate z of outputs, and per value he
 g = −exp(A_log) · softplus(a + dt_bias). A short convolution mixes q, k and v with the three tokens before. The outputs
 of the rule (kernels/delta_rule.py) are normed per head and multiplied by silu(z).
 
-A text's state in a layer has one size, whatever the text's length. A response's first is its prompt's.
+A text's state in a layer has one size, whatever the text's length. A response's first is its prompt's. In the decoder a
+slot takes the state with the response, and keeps every bit of it while slots move together and while the host is asked
+between pieces of a decode. A response that gives up its slot, or goes on in another call, is a prefix that is prefilled
+again, in chunks: its state is then the same up to rounding.
 """
 
 from functools import partial
@@ -23,7 +26,7 @@ from gspo_jax.kernels.rotary import Rotation, rms_norm
 from gspo_jax.models.attention import Context
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
 from gspo_jax.models.matrices import project
-from gspo_jax.parallel.mesh import on_shards
+from gspo_jax.parallel.mesh import constrain, on_shards
 
 
 class DeltaState(NamedTuple):
@@ -32,23 +35,22 @@ class DeltaState(NamedTuple):
     memory: Float[Array, "*L B Hv dk dv"]
     """S, float32."""
     inputs: Float[Array, "*L B Hk w c"]
-    """The last inputs of the convolution, in the compute dtype: its channels in Hk parts, so that shards have whole
-    ones."""
+    """The last inputs of the convolution, each key head's channels together, in the compute dtype."""
 
     @classmethod
     def shapes(cls, config: ModelConfig, dtype: DTypeLike) -> "DeltaState":
         """Return the shapes of a text's state in one layer."""
         memory = config.linear_value_heads, config.linear_key_dim, config.linear_value_dim
-        parts = config.linear_key_heads
-        inputs = parts, config.linear_conv_width - 1, sum(_widths(config)) // parts
+        inputs = config.linear_key_heads, config.linear_conv_width - 1, sum(_widths(config)) // config.linear_key_heads
         shapes: Any = jax.ShapeDtypeStruct(memory, jnp.float32), jax.ShapeDtypeStruct(inputs, dtype)
         return cls(*shapes)
 
 
 class Mixed(NamedTuple):
-    """What the state's rule takes of each token: conv inputs [B, T, c] or [B, c], and g and β [B, T, Hv] or [B, Hv]."""
+    """What the state's rule takes of each token."""
 
     qkv: Float[Array, "B *T c"]
+    """Inputs of the convolution: of each key head its query, its key, and its values."""
     g: Float[Array, "B *T Hv"]
     beta: Float[Array, "B *T Hv"]
 
@@ -78,7 +80,8 @@ class DeltaMixer(nnx.Module):
         for name, width in widths.items():
             setattr(self, name, parameter(rngs, (L, D, width), ("layers", "embed", "heads")))
         self.projections = tuple(widths)
-        self.conv = parameter(rngs, (L, channels, 1, config.linear_conv_width), ("layers", "heads", None, None))
+        # Whole on every shard: its channels are not in the order of heads.
+        self.conv = parameter(rngs, (L, channels, 1, config.linear_conv_width), ("layers", *("head_dim",) * 3))
         self.a_log = parameter(rngs, (L, Hv), ("layers", "heads"), _decays, float32=True)
         self.dt_bias = parameter(rngs, (L, Hv), ("layers", "heads"), ones, float32=True)
         self.norm = parameter(rngs, (L, config.linear_value_dim), ("layers", "head_dim"), ones, float32=True)
@@ -100,49 +103,48 @@ class DeltaMixer(nnx.Module):
         return y, kept
 
     def _projected(self, x: Float[Array, "B T D"]) -> list[Float[Array, "B T _"]]:
-        """Return qkv, z, b and a, with heads side by side and keys of all heads after queries of all."""
+        """Return qkv, z, b and a, each key head's columns together."""
         found = [checkpoint_name(y, "dot") for y in project(self, self.projections, x)]
-        if not self.grouped:
-            return found
-        config, (B, T, _) = self.config, x.shape
-        r = config.linear_value_heads // config.linear_key_heads
-        sizes = [config.linear_key_dim] * 2 + [r * config.linear_value_dim] * 2
+        if self.grouped:
+            qkvz, ba = map(self._by_head, found)
+            values = self.config.linear_value_heads // self.config.linear_key_heads
+            ends = qkvz.shape[-1] - values * self.config.linear_value_dim, values
+            parts = (part for y, end in zip((qkvz, ba), ends, strict=True) for part in jnp.split(y, [end], axis=-1))
+            return [part.reshape(*x.shape[:2], -1) for part in parts]
+        qkv = constrain(found[0], "batch", None, None)  # in no order of heads: shards gather it
+        return [self._regrouped(qkv).reshape(qkv.shape), *found[1:]]
 
-        def parts(y: Array, sizes: list[int]) -> list[Array]:
-            ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
-            apart = jnp.split(y.reshape(B, T, config.linear_key_heads, -1), ends, axis=-1)
-            return [part.reshape(B, T, -1) for part in apart]
+    def _by_head(self, x: Float[Array, "*b c"]) -> Float[Array, "*b Hk _"]:
+        return x.reshape(*x.shape[:-1], self.config.linear_key_heads, -1)
 
-        q, k, v, z = parts(found[0], sizes)
-        return [jnp.concatenate([q, k, v], axis=-1), z, *parts(found[1], [r, r])]
+    def _regrouped(self, x: Float[Array, "*b c"]) -> Float[Array, "*b Hk _"]:
+        """Return all queries, all keys and all values with each key head's together."""
+        keys, _, _ = _widths(self.config)
+        return jnp.concatenate([self._by_head(part) for part in jnp.split(x, [keys, 2 * keys], axis=-1)], axis=-1)
 
-    def _weight(self) -> Float[Array, "c W"]:
-        return self.conv[...][:, 0]
+    def _weight(self) -> Float[Array, "Hk c W"]:
+        return jnp.moveaxis(self._regrouped(self.conv[...][:, 0].T), 0, -1)
 
     def _heads(self, qkv: Float[Array, "B *T c"]) -> list[Float[Array, "B *T n d"]]:
-        config, (q, k, _) = self.config, _widths(self.config)
-        dims = config.linear_key_dim, config.linear_key_dim, config.linear_value_dim
-        apart = jnp.split(qkv, [q, q + k], axis=-1)
-        return [part.reshape(*qkv.shape[:-1], -1, d) for part, d in zip(apart, dims, strict=True)]
+        dk, dv = self.config.linear_key_dim, self.config.linear_value_dim
+        q, k, v = jnp.split(self._by_head(qkv), [dk, 2 * dk], axis=-1)
+        return [q, k, v.reshape(*qkv.shape[:-1], -1, dv)]
 
     def rows(self, inputs: Mixed, spans: Spans, ends: Int[Array, " E"] | None) -> tuple[Array, DeltaState]:
         """Return the rule's outputs in rows and end states, as `Recurrence` says."""
         wide, row, width = ("batch", None, "heads"), ("batch",), self.config.linear_conv_width
-        qkv = on_shards(short_conv, (inputs.qkv, self._weight(), spans), (wide, ("heads",), row), wide)
+        weight = self._weight().reshape(-1, width)
+        qkv = on_shards(short_conv, (inputs.qkv, weight, spans), (wide, ("heads",), row), wide)
         last = on_shards(partial(conv_inputs, width=width), (inputs.qkv, spans, ends), (wide, row, ()), wide)
         arrays = *self._heads(qkv), inputs.g, inputs.beta, spans, ends
         out, memory = on_shards(delta_rule, arrays, (*(wide,) * 5, row, ()), [wide, ("batch", "heads")])
-        return out, DeltaState(memory, jnp.swapaxes(self._apart(last), 1, 2))
-
-    def _apart(self, x: Float[Array, "*b c"]) -> Float[Array, "*b Hk _"]:
-        return x.reshape(*x.shape[:-1], self.config.linear_key_heads, -1)
+        return out, DeltaState(memory, jnp.swapaxes(self._by_head(last), 1, 2))
 
     def step(self, state: DeltaState, inputs: Mixed) -> tuple[Array, DeltaState]:
         """Return the rule's outputs of one more token and the states after it."""
-        weight = jnp.moveaxis(self._apart(self._weight().T), 0, -1)
-        qkv, last = short_conv_step(state.inputs, self._apart(inputs.qkv), weight)
-        qkv = qkv.reshape(inputs.qkv.shape)
-        out, memory = delta_step(state.memory, *self._heads(qkv), inputs.g, inputs.beta)
+        qkv, last = short_conv_step(state.inputs, self._by_head(inputs.qkv), self._weight())
+        q, k, v = self._heads(qkv.reshape(inputs.qkv.shape))
+        out, memory = delta_step(state.memory, q, k, v, inputs.g, inputs.beta)
         return out, DeltaState(memory, last)
 
 

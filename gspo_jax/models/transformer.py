@@ -230,7 +230,8 @@ class Kept(NamedTuple):
             own = [[kept for stack, kept in run if _kind(stack) == kind] for run in runs]
             return join_layers([interleave(run) for run in own if run]) if any(own) else None
 
-        return cls(*of(0), of(1))
+        k, v = of(0)
+        return cls(k, v, of(1))
 
 
 class Transformer(nnx.Module):

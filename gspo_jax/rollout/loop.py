@@ -44,7 +44,16 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 from gspo_jax.kernels.kv import KV, Values
 from gspo_jax.kernels.scopes import RARELY
 from gspo_jax.models import moe
-from gspo_jax.models.cache import Cache, DecodeSlots, empty_pool, empty_states, state_at, write_prefix, write_state
+from gspo_jax.models.cache import (
+    Cache,
+    DecodeSlots,
+    empty_pool,
+    empty_states,
+    state_at,
+    state_in_row,
+    write_prefix,
+    write_state,
+)
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
@@ -583,9 +592,8 @@ class DecodeLoop:
             response = responses[slot]
             own = state_at(prompts, response // group_size)
             if prefix is not None and prefix_kv is not None:
-                rows = jax.tree.map(lambda x: x[prefix.row[response]], prefix_kv.states)
-                has = prefix.lengths[response] > 0
-                own = jax.tree.map(partial(jnp.where, has), state_at(rows, prefix.number[response]), own)
+                ends = state_in_row(prefix_kv.states, prefix.row[response], prefix.number[response])
+                own = jax.tree.map(partial(jnp.where, prefix.lengths[response] > 0), ends, own)
             return write_state(states, slot, own)
 
         with jax.named_scope(RARELY):

@@ -74,7 +74,8 @@ def pack(prompts: Prompts, prefix: Prefix, *, shards: int, limit: int, with_ends
     number, ends = _ends(lengths, row, start, places, rows, width)
     spans: Any = begin, end, own_start
     arrays: tuple[Any, ...] = lengths.astype(np.int32), row, start, filled, Spans(*spans), number
-    return PackedPrefix(*arrays, ends if with_ends else None)
+    arrays += (ends if with_ends else None,)
+    return PackedPrefix(*arrays)
 
 
 def _ends(

@@ -284,6 +284,9 @@ def test_the_amplitude_multiplies_queries_and_keys(copy: Callable[[str], pathlib
         ("llama_tied", {"head_dim": ..., "rope_parameters": ..., "rope_theta": 1e5, "mlp_bias": ...}, {}),
         ("llama", {"rope_parameters": ..., "rope_scaling": {k: v for k, v in LLAMA3.items() if "theta" not in k}}, {}),
         ("llama", {"rope_parameters": ..., "eos_token_id": ...}, {"rope_scaling": None, "eos_token_ids": (2,)}),
+        ("qwen3_next", {"layer_types": ..., "full_attention_interval": 2}, {}),
+        ("qwen3_next", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, {}),  # 0.25 at the top level
+        ("qwen3_5_moe", {"intermediate_size": ..., "norm_topk_prob": False}, {"intermediate_size": 8}),
         ("olmoe", {"norm_topk_prob": True, "eos_token_id": ..., "pad_token_id": ...},
          {"norm_topk_prob": True, "eos_token_ids": (50279,), "pad_token_id": 1}),
     ],
@@ -297,6 +300,28 @@ def test_config_spellings(
     assert {key: getattr(found, key) for key in expected} == expected
     same = {field: value for field, value in vars(loaded(name)[1]).items() if field not in expected}
     assert {key: getattr(found, key) for key in same} == same
+
+
+def test_text_of_a_vision_language_model(copy: Callable[[str], pathlib.Path], capfd) -> None:
+    """Its text tensors are read, from under another prefix, and it is said which others are left out."""
+    folder = copy("qwen3_5_moe")
+    text = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen3_5_moe_text"}
+    whole = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {}, "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(whole))
+
+    def rename(tensors: dict[str, np.ndarray]) -> None:
+        for name in [name for name in tensors if name.startswith("model.")]:
+            tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
+        tensors |= dict.fromkeys(("mtp.fc.weight", "mtp.norm.weight", "model.visual.pos_embed.weight"), np.zeros(2))
+
+    retensor(folder, rename)
+    for _ in range(2):
+        model, config = load_model(folder)
+        assert config == loaded("qwen3_5_moe")[1]
+        assert_same(model, loaded("qwen3_5_moe")[0])
+    said = capfd.readouterr()
+    for what in ("2 tensors of layers for multi-token prediction", "1 tensors of the vision model"):
+        assert (said.out + said.err).count(what) == 1, "once"
 
 
 def test_tied_checkpoint_with_a_head_is_read(copy: Callable[[str], pathlib.Path], monkeypatch) -> None:

@@ -27,6 +27,7 @@ FOLDERS = {
     "qwen3_moe_before": ("qwen3_moe", Adapters(expert_rank=3)),
 }
 """Folder of adapters -> (its model, the adapters it has)."""
+WRITTEN = ["qwen3", "qwen3_moe", "llama", "qwen3_next", "qwen3_5_moe"]
 
 
 def read(name):
@@ -49,7 +50,7 @@ def test_logits_are_pefts(name):
     assert np.abs(before - expected).max() > 1, "the adapters change something"
 
 
-@pytest.mark.parametrize("of", ["qwen3", "qwen3_moe", "llama"])
+@pytest.mark.parametrize("of", mostly_slow(WRITTEN, always=WRITTEN[:3]))
 def test_what_is_written_is_read_again_and_merges(of, tmp_path):
     config, base, tokens = read(of)
     adapters = Adapters(rank=2, expert_rank=5 * config.is_routed, alpha=3.0, targets=tuple(lora.TARGETS))
@@ -64,7 +65,8 @@ def test_what_is_written_is_read_again_and_merges(of, tmp_path):
     assert jax.tree.map(lambda x: x.sharding, again) == expected
     assert json.loads((tmp_path / "out" / peft.CONFIG).read_text())["base_model_name_or_path"] == "some/model"
     merged = Weights.full(lora.merge(trained, base, adapters)).model(transformer.abstract(config)[0])(tokens).logits
-    np.testing.assert_allclose(merged, Weights(trained, base).model(graph)(tokens).logits, atol=2e-4)
+    close = 2e-3 if config.is_recurrent else 2e-4  # norms of small outputs of the delta rule amplify rounding
+    np.testing.assert_allclose(merged, Weights(trained, base).model(graph)(tokens).logits, atol=close)
 
 
 @pytest.mark.parametrize("targets", [("gate_proj",), ("up_proj", "down_proj"), lora.EXPERTS])

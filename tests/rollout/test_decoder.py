@@ -437,7 +437,9 @@ def test_one_program_per_shape():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_fused", "qwen3", "qwen3_tied", "olmoe", "llama"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "qwen3_moe_fused", "qwen3", "qwen3_tied", "olmoe", "llama", "qwen3_next", "qwen3_5_moe"]
+)
 def test_greedy_decode_equals_transformers(name):
     """With ragged prompts, the cached decoder's 64 greedy tokens equal those of transformers (tests/golden)."""
     folder = Path(__file__).parents[1] / "golden" / name
