@@ -63,6 +63,7 @@ LATENT = ModelConfig(
 )
 """Latent attention, whose values are wider than its keys: one dense layer, then a routed one."""
 
+
 def blurred(model: Path, folder: Path) -> Path:
     """Copy a model's folder, with noise of half their standard deviation in its weights; return `folder`."""
     rng = np.random.default_rng(0)
