@@ -193,7 +193,7 @@ def _answered(
     return Routes(experts, logprobs, native, watched, balance, z=log_z**2)
 
 
-Choose = Callable[[Array, ModelConfig, Routing | None, Array | None], tuple[Routes, Array]]
+Choose = Callable[[Array, ModelConfig, Routing | None, Any], tuple[Routes, Array]]
 """(logits [B,T,E], config, asked, bias [E] of the choice or None) -> (routes, weights [B,T,K])."""
 
 

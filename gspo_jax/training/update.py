@@ -59,8 +59,8 @@ Loss = tuple[Array, tuple[Metrics, Metrics]]
 """(a micro-batch's loss, (sums, maxima) for the metrics)."""
 LossFn = Callable[[Trained, Batch, Array, Layout], Loss]
 """(parameters, micro-batch, its token weights, its rows) -> the loss."""
-Biases = Callable[[nnx.State, Batch], nnx.State]
-"""(the policy's parameters, mini-batch) -> the parameters with moved biases."""
+Biases = Callable[..., nnx.State]
+"""Called as `biases(params, batch=…)`, of a mini-batch: returns the policy's parameters with moved biases."""
 BlameFn = OfMinibatch[tuple[Array, dict[str, Any]]]
 """Returns (the loss, non-finite elements by leaf)."""
 
@@ -153,7 +153,7 @@ def make_update(
         teacher: nnx.State | None = None,
     ) -> tuple[TrainState, Metrics]:
         grads, metrics = gradient(objective, state, frozen, batch, index, teacher)
-        move = None if biases is None else lambda params: biases(params, batch.minibatch(index))
+        move = None if biases is None else partial(biases, batch=batch.minibatch(index))
         new, seen = _apply(state, grads, metrics["actor/loss"], optimizer, critic, move)
         return new, metrics | seen | {"actor/lr": schedule(state.updates - state.skipped)}
 
@@ -229,7 +229,7 @@ def _apply(
 def make_biases(config: ModelConfig, *, rate: float) -> Biases:
     """Build a step of the routers' biases (`moe.balanced`) by the load under the old policy, over a mini-batch."""
 
-    def biases(params: nnx.State, batch: Batch) -> nnx.State:
+    def biases(params: nnx.State, *, batch: Batch) -> nnx.State:
         return balanced(params, _load(batch, config), config, rate=rate)
 
     return biases

@@ -179,3 +179,10 @@ def test_shared_experts_stand_beside_routed_ones(gated):
 def test_impossible_groups(change, says):
     with pytest.raises(UserError, match=says):
         dataclasses.replace(SIGMOID, **change)
+
+
+def test_a_part_of_a_shared_expert():
+    """config.json counts them."""
+    config = dataclasses.replace(SIGMOID, family="glm4_moe", shared_intermediate_size=CONFIG.moe_intermediate_size + 8)
+    with pytest.raises(UserError, match="is not a multiple of moe_intermediate_size"):
+        _ = config.stacks

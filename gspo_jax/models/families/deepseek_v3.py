@@ -13,6 +13,7 @@ from typing import Any
 
 from flax import nnx
 
+from gspo_jax.errors import UserError
 from gspo_jax.models import tensors
 from gspo_jax.models.config import Latent, ModelConfig, Stack, YarnRope
 from gspo_jax.models.config_json import SUPPORTED, ConfigJson, common_fields
@@ -126,16 +127,22 @@ def mixture_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def stacks(config: ModelConfig, attention: Callable[..., nnx.Module] = LatentAttention) -> tuple[Stack, ...]:
-    """Return the dense layers and the routed ones."""
+    """Return the dense layers and the routed ones. Raise a UserError for a part of a shared expert."""
+    shared, width = config.shared_intermediate_size, config.moe_intermediate_size
+    if config.num_experts and shared % width:
+        raise UserError(
+            f"shared_intermediate_size {shared} is not a multiple of moe_intermediate_size {width}, as in every model "
+            f"of family {config.family}; use {width} or {2 * width}, or 0 for no shared experts"
+        )
     dense = Stack(layers=config.dense_layers, attention=attention, feed_forward=MLP, width=config.intermediate_size)
     routed = Stack(
         layers=config.num_layers - config.dense_layers,
         attention=attention,
         feed_forward=partial(MoE, choose=sigmoid_router, biased=True),
-        width=config.moe_intermediate_size,
+        width=width,
         experts=config.num_experts,
         experts_per_token=config.experts_per_token,
-        shared_width=config.shared_intermediate_size,
+        shared_width=shared,
     )
     return tuple(stack for stack in (dense, routed) if stack.layers)
 

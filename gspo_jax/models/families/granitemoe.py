@@ -28,10 +28,11 @@ def read(source: ConfigJson) -> ModelConfig:
     head_dim = common["hidden_size"] // common["num_heads"]
     source.check(SUPPORTED | {"head_dim": (head_dim, None)})
     experts = source.size("num_local_experts", default=8)
+    factors: dict[str, Any] = {name: source.number(name, source.fields.get(name, 1.0)) for name in _MULTIPLIERS}
     return ModelConfig(
         family="granitemoe",
         **common,
-        **{name: source.number(name, source.fields.get(name, 1.0)) for name in _MULTIPLIERS},
+        **factors,
         head_dim=head_dim,
         num_experts=experts,
         experts_per_token=source.experts_per_token(experts, default=2),
