@@ -20,7 +20,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from gspo_jax.kernels.backend import platform
-from gspo_jax.kernels.kv import each
 from gspo_jax.kernels.packed_attention import Spans
 from gspo_jax.models import moe
 from gspo_jax.models.cache import CacheDtype, heads_first
@@ -151,7 +150,7 @@ def _prefill_rows(
         here = (prefix.row == number) & (prefix.lengths > 0)
         last = jnp.where(here[:, None], output.hidden[0].at[ends].get(mode="clip"), last)
         routes = jax.tree.map(lambda r: r[0], record(output.routes, spans.valid))
-        k, v = (each(lambda x: x[:, 0], heads_first(x)) for x in (kept.k, kept.v))
+        k, v = jax.tree.map(lambda x: x[:, 0], tuple(map(heads_first, (kept.k, kept.v))))
         return last, PrefilledKV(k, v, routes, kept.states)
 
     rows = jax.tree.map(lambda x: x[:, None], (prefix.tokens, prefix.spans))
