@@ -1,4 +1,4 @@
-"""GSPO on GSM8K, starting from any Llama, Qwen3, Qwen3-MoE or OLMoE model in Hugging Face format.
+"""GSPO on GSM8K, starting from a model of any known family in Hugging Face format.
 
     python -m gspo_jax.train --config=configs/gsm8k.py --workdir=runs/gsm8k \\
         --config.model.folder=Qwen3-0.6B --config.data.folder=gsm8k

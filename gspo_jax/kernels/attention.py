@@ -154,7 +154,7 @@ def decode_attention(
     Kv = prompt_k.shape[2]
     q = jnp.moveaxis(q.reshape(B, Q, Kv, H // Kv, h), 1, 2).reshape(B, Kv, -1, h)  # a key head's queries adjacent
     if rows is None:
-        own_k, own_v = (each(lambda x: x[layer], kv) for kv in (prompt_k, prompt_v))
+        own_k, own_v = each(lambda x: x[layer], prompt_k), each(lambda x: x[layer], prompt_v)
         prompt = _attend_prompts(q, own_k, own_v, prompt_lengths)
     else:
         prompt = _attend_prompt_blocks(q, prompt_k, prompt_v, prompt_lengths, layer, rows)
@@ -183,7 +183,7 @@ def _attend_prompt_blocks(q: Array, k: KV, v: Values, lengths: Array, layer: Arr
     def visit(i: Array | int, found: _PartialSoftmax) -> _PartialSoftmax:
         block = rows.blocks[i]
         at, size = (layer, block * prompts, 0, 0, 0), (1, prompts, Kv, S, h)
-        own_k, own_v = (each(lambda x: x[0], take(kv, at, size)) for kv in (k, v))
+        own_k, own_v = each(lambda x: x[0], take(k, at, size)), each(lambda x: x[0], take(v, at, size))
         first = block * responses
         slots = jax.lax.dynamic_slice_in_dim(rows.slots, first, responses)
         here = _attend_prompts(q[slots], own_k, own_v, jax.lax.dynamic_slice_in_dim(lengths, block * prompts, prompts))
@@ -205,7 +205,11 @@ def _attend_own_tokens(
 
     def visit(i: Array | int, found: _PartialSoftmax) -> _PartialSoftmax:
         pages = table[:, i]
-        own_k, own_v = (each(lambda x: x.at[layer, pages].get(mode="clip"), kv) for kv in (k, v))
+
+        def own(x: Array) -> Array:
+            return x.at[layer, pages].get(mode="clip")
+
+        own_k, own_v = each(own, k), each(own, v)
         seen = i * C + jnp.arange(C)[None, None] < ages[..., None]
         return found.merge(_partial_softmax(q, own_k, own_v, seen[:, None]))
 

@@ -32,7 +32,7 @@ KV = Array | ScaledKV
 Values = KV | None
 """None where a layer's keys are its values too: latent attention. Functions below return it as it is."""
 
-_Stored = TypeVar("_Stored", bound=Values)
+Stored = TypeVar("Stored", bound=Values)
 
 
 def head_bytes(width: int, dtype: DTypeLike, *, scaled: bool) -> int:
@@ -45,16 +45,16 @@ def parts(x: KV) -> tuple[Array, Array | None]:
     return x if isinstance(x, ScaledKV) else (x, None)
 
 
-def each(change: Callable[..., Array], *kv: _Stored) -> _Stored:
+def each(change: Callable[..., Array], *kv: Stored) -> Stored:
     """Apply `change` to values and scales."""
     return jax.tree.map(change, *kv)
 
 
-def take(x: _Stored, starts: Sequence[Array | int], sizes: Sequence[int]) -> _Stored:
+def take(x: Stored, starts: Sequence[Array | int], sizes: Sequence[int]) -> Stored:
     """Apply `jax.lax.dynamic_slice`."""
     return each(lambda a: jax.lax.dynamic_slice(a, tuple(starts)[: a.ndim], tuple(sizes)[: a.ndim]), x)
 
 
-def put(x: _Stored, new: _Stored, starts: Sequence[Array | int]) -> _Stored:
+def put(x: Stored, new: Stored, starts: Sequence[Array | int]) -> Stored:
     """Apply `jax.lax.dynamic_update_slice`."""
     return each(lambda a, b: jax.lax.dynamic_update_slice(a, b, tuple(starts)[: a.ndim]), x, new)

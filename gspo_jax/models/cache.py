@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from gspo_jax.kernels.kv import KV, ScaledKV, Values, each, put, take
+from gspo_jax.kernels.kv import KV, ScaledKV, Stored, Values, each, put, take
 from gspo_jax.models.int8 import quantize
 from gspo_jax.parallel.mesh import constrain, head_axis
 
@@ -80,21 +80,21 @@ def stored(x: Float[Array, "*b h"] | None, dtype: CacheDtype | None) -> Values:
     return ScaledKV(jnp.asarray(values), jnp.asarray(scale)[..., 0])
 
 
-def empty_pool(prompts: Values, pages: int, columns: int) -> Values:
+def empty_pool(prompts: Stored, pages: int, columns: int) -> Stored:
     """Return an empty pool for keys or values of all layers, stored as the prompts' are."""
     if prompts is None:
-        return None
+        return prompts
     L, _, Kv, _, h = prompts.shape
     shape = L, pages, Kv, columns, h
     return sharded_pool(each(lambda x: jnp.zeros(shape[: x.ndim], x.dtype), prompts))
 
 
-def sharded_pool(pool: Values) -> Values:
+def sharded_pool(pool: Stored) -> Stored:
     """Shard a pool's heads."""
     return each(lambda x: constrain(x, *pool_axes(x.shape[2])[: x.ndim]), pool)
 
 
-def heads_first(kept: Values) -> Values:
+def heads_first(kept: Stored) -> Stored:
     """Transpose a forward's keys or values, [L, R, M, Kv, h] to [L, R, Kv, M, h].
 
     A matmul reads a head's contiguous columns in place.
@@ -108,26 +108,26 @@ def heads_first(kept: Values) -> Values:
 
 
 def write_tokens(
-    pool: Values,
+    pool: Stored,
     layer: Array,
     new: Float[Array, "B Q Kv h"] | None,
     pages: Int[Array, "B Q"],
     columns: Int[Array, "B Q"],
-) -> Values:
+) -> Stored:
     """Write every slot's newest tokens to columns of its pages in one layer. Page M is none."""
     own = stored(new, "int8" if isinstance(pool, ScaledKV) else None)
     return each(lambda old, x: old.at[layer, pages, :, columns].set(x, mode="drop"), pool, own)
 
 
 def write_prefix(
-    pool: Values, pages: Int[Array, " W"], rows: Values, row: Array, start: Array, length: Array
-) -> Values:
+    pool: Stored, pages: Int[Array, " W"], rows: Stored, row: Array, start: Array, length: Array
+) -> Stored:
     """Write `length` columns of a row, from `start` on, to a response's first pages.
 
     `rows` are [R, L, Kv, N, h]. One slice per layer and page: a gather would make a TPU copy the pool in every step.
     """
     if pool is None or rows is None:
-        return None
+        return pool
     L, _, Kv, C, h = pool.shape
     N = rows.shape[3]
     count, size = -(-length // C), min(C, N)

@@ -202,6 +202,7 @@ def _decode(
     config: ModelConfig,
     interpret: bool,
 ) -> tuple[Array, tuple[KV, KV], list[Routes | None]]:
+    assert cache.v is not None, "these layers have values"
     turn = rotation(positions, config.rope_frequencies(), config.rope_amplitude)
     first, found, pools = 0, [], (cache.k, cache.v)
     visits = Visits.of(cache.prompt_k, cache.prompt_lengths, cache.k, cache.table, prompts, slots.ages)
@@ -263,6 +264,7 @@ class _Step(NamedTuple):
     interpret: bool
 
     def attend(self, own: Array, pools: tuple[KV, KV], layer: Array, dtype: Any) -> tuple[Array, tuple[KV, KV]]:
+        assert self.cache.prompt_v is not None, "these layers have values"
         prompts, where = (self.cache.prompt_k, self.cache.prompt_v), layer + self.first
         return paged_attention(own, prompts, pools, self.visits, layer=where, dtype=dtype, interpret=self.interpret)
 

@@ -201,7 +201,7 @@ class _Step:
     ) -> tuple[Array, Any]:
         del keep
         cache, where = self.cache, {"layer": self.layer, "ages": self.slots.ages, "rows": self.rows}
-        own = tuple(write_tokens(pool, self.layer, x, *self.newest) for pool, x in ((cache.k, k), (cache.v, v)))
+        own = write_tokens(cache.k, self.layer, k, *self.newest), write_tokens(cache.v, self.layer, v, *self.newest)
         prompt = cache.prompt_k, cache.prompt_v, cache.prompt_lengths
         return attend_cached(q, *prompt, *own, table=cache.table, **where), own
 

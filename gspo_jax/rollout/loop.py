@@ -568,12 +568,9 @@ class DecodeLoop:
         def load(i: Array | int, kv: tuple[KV, Values]) -> tuple[KV, Values]:
             slot = order[i]
             response = responses[slot]
-            own = prefix.row[response], prefix.start[response], prefix.lengths[response]
-            k, v = (
-                write_prefix(pool, pages.table[slot], rows, *own)
-                for pool, rows in zip(kv, (prefix_kv.k, prefix_kv.v), strict=True)
-            )
-            return k, v
+            own, into = (prefix.row[response], prefix.start[response], prefix.lengths[response]), pages.table[slot]
+            k, v = kv
+            return write_prefix(k, into, prefix_kv.k, *own), write_prefix(v, into, prefix_kv.v, *own)
 
         with jax.named_scope(RARELY):
             k, v = jax.lax.fori_loop(0, taken.sum(), load, (state.k, state.v))

@@ -288,6 +288,15 @@ def test_the_amplitude_multiplies_queries_and_keys(copy: Callable[[str], pathlib
         ("qwen3_next", {"layer_types": ..., "full_attention_interval": 2}, {}),
         ("qwen3_next", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, {}),  # 0.25 at the top level
         ("qwen3_5_moe", {"intermediate_size": ..., "norm_topk_prob": False}, {"intermediate_size": 8}),
+        ("granitemoe", {"attention_multiplier": ..., "num_experts_per_tok": 2},
+         {"attention_multiplier": 1.0, "experts_per_token": 2}),
+        ("glm4_moe", {"rope_parameters": ..., "rope_theta": 1e4}, {}),  # half of a head is the default
+        ("glm4_moe", {"rope_parameters": ..., "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+         {"partial_rotary_factor": 0.25}),
+        ("glm4_moe", {"first_k_dense_replace": 0, "n_group": ..., "topk_group": ...},
+         {"dense_layers": 0, "expert_groups": 1, "groups_per_token": 1}),
+        ("qwen2_moe", {"qkv_bias": False}, {"attention_bias": False}),
+        ("mixtral", {"rope_parameters": ..., "sliding_window": 4096}, {"rope_theta": 1e6}),
         ("olmoe", {"norm_topk_prob": True, "eos_token_id": ..., "pad_token_id": ...},
          {"norm_topk_prob": True, "eos_token_ids": (50279,), "pad_token_id": 1}),
     ],
@@ -427,6 +436,9 @@ MESHES = [
     ("qwen3", {"data": 2, "fsdp": 2, "tensor": 2}, {}),
     ("llama", {"data": 2, "fsdp": 2, "tensor": 2}, {}),
     ("olmoe", {"fsdp": 2, "expert": 2, "tensor": 2}, {}),
+    ("glm4_moe", {"fsdp": 2, "expert": 2, "tensor": 2}, {}),
+    ("granitemoe", {"fsdp": 2, "expert": 2, "tensor": 2}, {}),
+    ("qwen2_moe", {"fsdp": 2, "expert": 2, "tensor": 2}, {}),
     # head_dim, the minor half of a joined dimension, is sharded by no rule of ours, but the reader must allow for it
     ("qwen3_tied", {"data": 2, "fsdp": 2, "tensor": 2}, {"head_dim": ("data",), "layers": ("fsdp",), "embed": ()}),
 ]
@@ -537,8 +549,7 @@ def put(name: str, value: np.ndarray) -> Callable[[pathlib.Path], None]:
 
 DEFAULT = {"rope_type": "default", "rope_theta": 1e6}
 REFUSALS: dict[str, tuple[str, Callable[[pathlib.Path], Any], str]] = {
-    "model_type": ("qwen3", config_edit(model_type="mistral"),
-                   'model_type is "mistral"; supported: only "llama" and "olmoe" and "qwen3" and "qwen3_moe"'),
+    "model_type": ("qwen3", config_edit(model_type="gpt2"), 'model_type is "gpt2"; supported: only "'),
     "no model_type": ("qwen3", config_edit(model_type=...), "model_type is null; supported"),
     "rope scaling": ("qwen3", config_edit(rope_parameters=..., rope_scaling={"rope_type": "linear", "factor": 4.0}),
                      'rope_scaling is {"rope_type": "linear", "factor": 4.0}; supported: only rope_type "default"'),
@@ -563,6 +574,17 @@ REFUSALS: dict[str, tuple[str, Callable[[pathlib.Path], Any], str]] = {
     "activation": ("qwen3", config_edit(hidden_act="gelu"), 'hidden_act is "gelu"; supported: only "silu"'),
     "sliding window": ("qwen3", config_edit(use_sliding_window=True, sliding_window=64),
                        "sliding_window is 64; supported: only null"),
+    "window of mistral": ("llama", config_edit(model_type="mistral", sliding_window=256),
+                          "sliding_window is 256; supported: only null"),
+    "window, by default": ("llama", config_edit(model_type="mistral", max_position_embeddings=8192),
+                           "sliding_window is 4096; supported: only null"),
+    "window of mixtral": ("mixtral", config_edit(sliding_window=64), "sliding_window is 64; supported: only null"),
+    "bias of granite": ("granitemoe", config_edit(attention_bias=True), "attention_bias is true; supported: only"),
+    "multiplier": ("granitemoe", config_edit(residual_multiplier=-1), "residual_multiplier is -1; it must be a"),
+    "share of a head": ("glm4_moe", config_edit(rope_parameters=DEFAULT | {"partial_rotary_factor": 1.5}),
+                        "partial_rotary_factor is 1.5; it must be a share of a head, 1 or less"),
+    "scores": ("glm4_moe", config_edit(scoring_func="softmax"), 'scoring_func is "softmax"; supported: only "sigmoid"'),
+    "sparse step of Qwen2": ("qwen2_moe", config_edit(decoder_sparse_step=2), "decoder_sparse_step is 2; supported"),
     "layer types": ("qwen3", config_edit(layer_types=["full_attention", "sliding_attention"]), "layer_types is"),
     "quantised": ("qwen3", config_edit(quantization_config={"quant_method": "fp8"}), "quantization_config is"),
     "sparse step": ("qwen3_moe", config_edit(decoder_sparse_step=2), "decoder_sparse_step is 2; supported: only 1"),

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from gspo_jax.config import base
 from gspo_jax.errors import UserError
 from gspo_jax.kernels.attention import SlotRows, decode_attention
-from gspo_jax.models import flops, huggingface, lora, transformer
+from gspo_jax.models import flops, huggingface, lora, peft, transformer
 from gspo_jax.models.cache import Cache, DecodeSlots, empty_pool, heads_first, stored
 from gspo_jax.models.latent import LatentAttention
 from gspo_jax.parallel import hosts
@@ -262,3 +262,16 @@ def test_sizes_are_checked_against_the_mesh():
 def test_the_fused_step_leaves_these_layers_to_the_plain_one():
     attention = LatentAttention(LATENT, LATENT.stacks[0], rngs=nnx.Rngs(0))
     assert not transformer.fused._known(nnx.Dict(attention=attention, mlp=None))
+
+
+def test_adapters_go_by_their_names_in_peft(tmp_path):
+    """And come back from a folder that `peft` reads."""
+    adapters = lora.Adapters(rank=2, targets=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
+    own = filled(lora.split(transformer.abstract(LATENT, adapters=adapters)[1])[0])
+    peft.save(own, LATENT, adapters, tmp_path / "adapters", base="tiny")
+    names = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    assert {name.split(".")[-3] for name in names} == set(adapters.targets)
+    assert names["base_model.model.model.layers.1.self_attn.kv_b_proj.lora_B.weight"].shape == (4 * 18, 2)
+    assert leaf_errors(peft.load(tmp_path / "adapters", LATENT, adapters), own) == 0
+    with pytest.raises(UserError, match="none of which every token of this model passes; use some of o_proj, q_a_proj"):
+        lora.check(LATENT, lora.Adapters(rank=2, targets=("q_proj", "v_proj")))

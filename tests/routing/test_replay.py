@@ -15,7 +15,8 @@ from flax import nnx
 from gspo_jax import objectives
 from gspo_jax.kernels.attention import causal_attention
 from gspo_jax.kernels.rotary import Rotation, rms_norm
-from gspo_jax.models import transformer
+from gspo_jax.models import moe, transformer
+from gspo_jax.models.config import by_path
 from gspo_jax.models.moe import Routing, layers_first
 from gspo_jax.rollout.decoder import response_keys
 from gspo_jax.rollout.sampling import SamplingParams, StopRule
@@ -385,3 +386,66 @@ def test_without_coefficients_there_are_no_router_losses(rollout, olds, first):
     gradient, metrics = update(experience_of(rollout, olds["r2"], scale=0), weights(), replay="r2")
     assert not any(np.any(g) for g in jax.tree.leaves(gradient))
     assert not {"routing/balance_loss", "routing/z_loss"} & (metrics.keys() | first[1].keys())
+
+
+GROUPED = dataclasses.replace(
+    tiny.CONFIG,
+    family="glm4_moe",
+    dense_layers=1,
+    num_layers=3,
+    experts_per_token=2,
+    expert_groups=4,
+    groups_per_token=2,
+    shared_intermediate_size=16,
+)
+"""Sigmoid routers with a bias and groups."""
+
+
+def test_replay_leaves_no_route_of_a_sigmoid_router_in_the_ratio():
+    """Other biases flip choices, within groups and between them, and no probability; replayed, no log-prob changes."""
+    graph, tokens = transformer.abstract(GROUPED)[0], jnp.asarray(prompts(P=3).tokens)
+    rng, params = np.random.default_rng(0), tiny.params(GROUPED)
+
+    def moved(path, x):
+        own = "choice_bias" in jax.tree_util.keystr(path)
+        return jnp.asarray(rng.normal(0, 0.2, x.shape), jnp.float32) if own else x
+
+    @jax.jit
+    def forward(params, replay, watch):
+        out = nnx.merge(graph, params)(tokens, routing=Routing(replay, watch))
+        return jax.nn.log_softmax(out.logits), out.routes
+
+    free = jnp.full((2, *tokens.shape, 2), -1)
+    logprobs, routes = forward(params, free, free)
+    other = jax.tree_util.tree_map_with_path(moved, params)
+    native, chosen = forward(other, free, routes.experts)
+    replayed, kept = forward(other, routes.experts, routes.experts)
+    flips = drift.compare(
+        routes.experts,
+        kept.chosen,
+        jnp.ones(tokens.shape, bool),
+        old_logprobs=routes.logprobs,
+        new_logprobs=kept.watched,
+    )
+    found = drift.metrics(flips)
+    assert found["routing/flip_rate"] > 0.2, "a flip by bias is one"
+    groups = np.asarray(routes.experts) // 2, np.asarray(kept.chosen) // 2
+    assert (np.sort(groups[0]) != np.sort(groups[1])).any(), "and so is one to another group"
+    np.testing.assert_array_equal(kept.experts, routes.experts)
+    np.testing.assert_array_equal(replayed, logprobs)
+    np.testing.assert_array_equal(kept.logprobs, routes.logprobs)
+    assert abs(found["routing/router_kl"]) < 1e-6 and found["routing/router_shift"] == 1
+    np.testing.assert_array_equal(kept.chosen[0], chosen.chosen[0])  # below, replay gives routers other tokens
+    assert np.abs(native - logprobs).max() > 1e-2
+
+
+def test_biases_move_against_the_load():
+    """By the rate, up where an expert has less than its share; layer by layer, and nothing else moves."""
+    params = tiny.params(GROUPED)
+    load = jnp.asarray([[0.3, 0.2, 0.125, 0.125, 0.25, 0.0, 0.0, 0.0], [0.125] * 8])
+    found, before = by_path(moe.balanced(params, load, GROUPED, rate=0.01)), by_path(params)
+    steps = found["layers.1.mlp.choice_bias"] - before["layers.1.mlp.choice_bias"]
+    np.testing.assert_allclose(steps, 0.01 * np.array([[-1, -1, 0, 0, -1, 1, 1, 1], [0] * 8]), atol=1e-7)
+    for path, leaf in before.items():
+        if "choice_bias" not in path:
+            np.testing.assert_array_equal(found[path], leaf)

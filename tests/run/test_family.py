@@ -130,6 +130,26 @@ def test_ppo_with_a_critic_of_its_own_and_its_kl_in_the_reward(data, tmp_path, w
 
 
 @pytest.mark.slow
+def test_sigmoid_routers_train_with_r3_and_go_on_from_a_checkpoint(data, tmp_path, written):
+    """The biases, which the updates move, are the sampler's at once and in the checkpoint."""
+    config = settings(data, iterations=2, coldstart__steps=1, routing__replay="r3", routing__bias_rate=0.05)
+    own = {"family": "glm4_moe", "dense_layers": 1, "expert_groups": 4, "groups_per_token": 2}
+    own |= {"shared_intermediate_size": 16, "attention_bias": True, "partial_rotary_factor": 0.5}
+    config.model.architecture.update({"num_layers": 3, **own})
+    config.routing.balance_weight = 0.1  # a policy that is never right has no other gradient
+    config.optimizer.learning_rate = 3e-3
+    rows = run(config, tmp_path / "run", written)
+    assert all(0.8 < row["routing/replayed"] < 1 for row in rows)
+    assert [row["routing/flip_rate"] > 0.01 for row in rows] == [False, True, False, True], "by the moved biases"
+    for config.iterations in (1, 2):
+        train(config, tmp_path / "resumed")
+    again = [row for row in read_metrics(tmp_path / "resumed") if "minibatch" in row]
+    for row, other in zip(rows, again, strict=True):
+        same = [name for name in row if not name.startswith(("eval/", *CLOCK))]
+        assert [row[name] for name in same] == [other[name] for name in same]
+
+
+@pytest.mark.slow
 def test_the_whole_loop_of_dapo(data, tmp_path, written):
     """DAPO with a reference KL in the loss, a mismatch correction, R2, and router losses."""
     config = settings(

@@ -517,6 +517,18 @@ def test_weight_decay_shrinks_matrices_and_leaves_out_what_the_field_names(no_de
     assert seen == set(kinds)
 
 
+def test_no_update_touches_a_buffer():
+    rule, _ = optimizer(learning_rate=1.0, weight_decay=0.5, no_decay=())
+    config = dataclasses.replace(CONFIG, family="glm4_moe")
+    ones, none = (
+        jax.tree.map(lambda x, n=n: jnp.full(x.shape, n), transformer.abstract(config)[1]) for n in (1.0, 0.0)
+    )
+    changes = by_path(rule.update(none, rule.init(ones), ones)[0])
+    assert not changes.pop("layers.0.mlp.choice_bias").any() and all(
+        (change == -0.5).all() for change in changes.values()
+    )
+
+
 def test_a_word_that_names_no_parameters_is_told():
     with pytest.raises(UserError, match=r"no_decay has 'norms'; use some of norm, bias, router, embed, head, or \(\)"):
         optimizer(no_decay=("norms",))

@@ -65,7 +65,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 
 def stacks(config: ModelConfig, norm: Callable[..., nnx.Module] | None = HeadNorm) -> tuple[Stack, ...]:
-    """Return one stack of all layers, dense or routed, with this norm of queries and keys; None: they are not normed."""
+    """Return one stack of all layers, dense or routed, with this norm of queries and keys, if any."""
     routed = config.num_experts > 0
     return (
         Stack(
