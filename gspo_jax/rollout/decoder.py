@@ -150,7 +150,8 @@ def _prefill_rows(
         here = (prefix.row == number) & (prefix.lengths > 0)
         last = jnp.where(here[:, None], output.hidden[0].at[ends].get(mode="clip"), last)
         routes = jax.tree.map(lambda r: r[0], record(output.routes, spans.valid))
-        k, v = jax.tree.map(lambda x: x[:, 0], tuple(map(heads_first, (kept.k, kept.v))))
+        k, v = (heads_first(own) for own in (kept.k, kept.v))
+        k, v = jax.tree.map(lambda x: x[:, 0], (k, v))
         return last, PrefilledKV(k, v, routes, kept.states)
 
     rows = jax.tree.map(lambda x: x[:, None], (prefix.tokens, prefix.spans))

@@ -113,6 +113,7 @@ def resumed(slots):
     return dataclasses.replace(rollout, logprobs=logprobs)
 
 
+@pytest.mark.slow
 def test_the_trainer_scores_what_was_sampled():
     """Of states that are refilled with responses, move as slots become fewer, and start from the ends of prefixes."""
     found = resumed(7)

@@ -28,7 +28,8 @@ from tests.tiny import MIXED, load_model, mixed_family, params, save_model  # no
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 NAMES = ("qwen3_moe", "qwen3_moe_fused", "qwen3", "qwen3_tied", "olmoe", "llama", "llama_tied", "granitemoe")
 NAMES += ("glm4_moe", "qwen2", "qwen2_moe", "mixtral", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe")
-MOSTLY_SLOW = [pytest.param(name, marks=pytest.mark.slow if name in ("qwen2", "mixtral") else ()) for name in NAMES]
+_SLOW = ("qwen2", "mixtral", "qwen3_next")
+MOSTLY_SLOW = [pytest.param(name, marks=pytest.mark.slow if name in _SLOW else ()) for name in NAMES]
 NUMBERS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 = NUMBERS | {"rope_type": "llama3", "rope_theta": 1e4, "original_max_position_embeddings": 32}
 
