@@ -169,7 +169,8 @@ def route(
     logits = logits.astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, axis=-1)
     every = logits - log_z[..., None]
-    routes = _answered(every, *_top(every, k), log_z, asked)
+    logprobs, experts = _top(every, k)
+    routes = _answered(every, logprobs, experts, log_z, asked)
     return routes, jax.nn.softmax(routes.logprobs) if renormalise else jnp.exp(routes.logprobs)
 
 
