@@ -119,8 +119,8 @@ class DeltaMixer(nnx.Module):
     def _regrouped(self, x: Float[Array, "*b c"]) -> Float[Array, "*b Hk _"]:
         """Return all queries, all keys and all values with each key head's together.
 
-        Shards gather x, and take their heads afterwards: to exchange parts would take all shards in a step's loop, which
-        some leave earlier.
+        Shards gather x, and take their heads afterwards: an exchange of parts would take all shards in a loop of steps,
+        which some leave earlier.
         """
         keys, _, _ = _widths(self.config)
         batch = ("batch",) + (None,) * (x.ndim - 1) if x.ndim > 2 else (None,) * x.ndim
