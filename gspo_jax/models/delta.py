@@ -111,16 +111,21 @@ class DeltaMixer(nnx.Module):
             ends = qkvz.shape[-1] - values * self.config.linear_value_dim, values
             parts = (part for y, end in zip((qkvz, ba), ends, strict=True) for part in jnp.split(y, [end], axis=-1))
             return [part.reshape(*x.shape[:2], -1) for part in parts]
-        qkv = constrain(found[0], "batch", None, None)  # in no order of heads: shards gather it
-        return [self._regrouped(qkv).reshape(qkv.shape), *found[1:]]
+        return [self._regrouped(found[0]).reshape(found[0].shape), *found[1:]]
 
     def _by_head(self, x: Float[Array, "*b c"]) -> Float[Array, "*b Hk _"]:
         return x.reshape(*x.shape[:-1], self.config.linear_key_heads, -1)
 
     def _regrouped(self, x: Float[Array, "*b c"]) -> Float[Array, "*b Hk _"]:
-        """Return all queries, all keys and all values with each key head's together."""
+        """Return all queries, all keys and all values with each key head's together.
+
+        Shards gather x, and take their heads afterwards: an exchange of parts would take all shards in a loop of steps,
+        which some leave earlier.
+        """
         keys, _, _ = _widths(self.config)
-        return jnp.concatenate([self._by_head(part) for part in jnp.split(x, [keys, 2 * keys], axis=-1)], axis=-1)
+        batch = ("batch",) + (None,) * (x.ndim - 1) if x.ndim > 2 else (None,) * x.ndim
+        parts = jnp.split(constrain(x, *batch), [keys, 2 * keys], axis=-1)
+        return constrain(jnp.concatenate([self._by_head(part) for part in parts], axis=-1), *batch, None)
 
     def _weight(self) -> Float[Array, "Hk c W"]:
         return jnp.moveaxis(self._regrouped(self.conv[...][:, 0].T), 0, -1)

@@ -207,6 +207,8 @@ def make(family: str, variant: int, seed: int, folder: Path) -> None:
     model.eval()
     rounded, grads = graded(), [None if p.grad is None else p.grad.double() for p in model.parameters()]
     model = model.double()
+    float32, to_float32 = torch.float32, torch.Tensor.float
+    torch.float32, torch.Tensor.float = torch.float64, torch.Tensor.double  # for what casts to float32 inside
     found["logits"] = graded().numpy()
     off = [
         float((own - p.grad).norm() / p.grad.norm().clamp(min=1e-12))
@@ -223,6 +225,7 @@ def make(family: str, variant: int, seed: int, folder: Path) -> None:
                 gaps.append(float(best.values[0] - best.values[1]))
                 path = torch.cat([path, best.indices[None, :1]], dim=1)
             greedy.append(path[0, length:].numpy())
+    torch.float32, torch.Tensor.float = float32, to_float32
     found |= {"greedy": np.stack(greedy), "gaps": np.array(gaps).reshape(ROWS, NEW_TOKENS)}
     np.savez(folder / "reference.npz", **found)
     with torch.no_grad():
