@@ -236,8 +236,8 @@ def of_model(config: ModelConfig, *stacks: Mapping[str, Rule]) -> dict[str, Rule
     return rules
 
 
-_LEFT_OUT = {"mtp.": "prediction of tokens after the next one", "model.visual.": "vision"}
-"""Prefixes of tensors that published folders hold beside a language model, and what they are for."""
+_LEFT_OUT = {"vision": ("model.visual.",), "multi-token prediction": ("mtp.",)}
+"""Tensors that published folders hold beside a language model: what they are for, and how their names begin."""
 
 _MAPPED = 2**28
 """Bytes read before files are reopened: mapped pages count as memory."""
@@ -249,11 +249,12 @@ _COMPARED = 4096
 _FLOATS = "F32", "BF16", "F16", "F64"
 
 
-def _left_out(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return how the names of tensors that no text model here has begin, and what they are for, by a config.json."""
+def _left_out(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return `_LEFT_OUT` of a config.json."""
     first, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers", config.get("num_mtp_layers"))
     layers = range(first, first + min(count, 64)) if isinstance(first, int) and isinstance(count, int) else ()
-    return _LEFT_OUT | {f"model.layers.{i}.": _LEFT_OUT["mtp."] for i in layers}
+    further = "multi-token prediction"
+    return _LEFT_OUT | {further: (*_LEFT_OUT[further], *(f"model.layers.{i}." for i in layers))}
 
 
 @functools.cache
@@ -279,10 +280,10 @@ class Checkpoint:
             if not foreign.is_file(folder / name, inside=folder):
                 raise UserError(f"{folder / name} does not exist though {INDEX} names it; download it again")
             self.files |= dict.fromkeys(self._open(name).keys(), name)
-        for prefix, purpose in _left_out(config).items():
-            if left := {name for name in self.files if name.startswith(prefix)}:
-                _say_once(f"{folder}: {len(left)} tensors {prefix}* are left out ({purpose})")
-                self.files = {name: file for name, file in self.files.items() if name not in left}
+        for purpose, prefixes in _left_out(config).items():
+            if left := [name for name in self.files if name.startswith(prefixes)]:
+                _say_once(f"{folder}: left out {len(left)} tensors for {purpose}, such as {left[0]}")
+                self.files = {name: file for name, file in self.files.items() if not name.startswith(prefixes)}
 
     def _open(self, name: str) -> Any:
         if name not in self._opened:
