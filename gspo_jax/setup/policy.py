@@ -213,12 +213,12 @@ def field_of(leaf: str) -> str:
     `leaf` is a dotted path such as "policy.opt_state.1.0.mu.layers.0.mlp.up.value".
     """
     path = leaf.split(".")
-    matrices = [key.removesuffix(ADAPTER) for key in path]
-    name = "shared" if "shared" in path else next((key for key in reversed(matrices) if key in _SHAPED_BY), None)
+    adapted = next((i for i, key in enumerate(path) if key.endswith(ADAPTER)), None)
+    own = path if adapted is None else [*path[:adapted], path[adapted].removesuffix(ADAPTER)]
+    name = "shared" if "shared" in own else next((key for key in reversed(own) if key in _SHAPED_BY), None)
     fields = [] if name is None else list(_SHAPED_BY[name])
-    where = (
-        [] if matrices == path else [f"adapter.{of}{field}" for of in ("", "expert_") for field in ("rank", "targets")]
-    )
+    adapters = [f"adapter.{of}{field}" for of in ("", "expert_") for field in ("rank", "targets")]
+    where = [] if adapted is None else adapters
     if path[0] == "critic":
         where = ["objective.name", "critic.trunk"]
         fields = ["hidden_size"] if name == "head" else fields

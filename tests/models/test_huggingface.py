@@ -330,7 +330,7 @@ def test_text_of_a_vision_language_model(copy: Callable[[str], pathlib.Path], ca
         assert config == loaded("qwen3_5_moe")[1]
         assert_same(model, loaded("qwen3_5_moe")[0])
     said = capfd.readouterr()
-    for what in ("2 tensors of layers for multi-token prediction", "1 tensors of the vision model"):
+    for what in ("2 tensors for multi-token prediction", "1 tensors for vision"):
         assert (said.out + said.err).count(what) == 1, "once"
 
 
