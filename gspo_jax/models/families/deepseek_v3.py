@@ -13,6 +13,7 @@ from typing import Any
 
 from flax import nnx
 
+from gspo_jax.errors import UserError
 from gspo_jax.models import tensors
 from gspo_jax.models.config import Latent, ModelConfig, Stack, YarnRope
 from gspo_jax.models.config_json import SUPPORTED, ConfigJson, common_fields
@@ -126,7 +127,17 @@ def mixture_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def stacks(config: ModelConfig, attention: Callable[..., nnx.Module] = LatentAttention) -> tuple[Stack, ...]:
-    """Return the dense layers and the routed ones."""
+    """Return the dense layers and the routed ones.
+
+    Raises:
+      UserError: the shared experts' width is not that of several experts, as which config.json counts them.
+    """
+    shared, width = config.shared_intermediate_size, config.moe_intermediate_size
+    if shared % width:
+        raise UserError(
+            f"shared_intermediate_size {shared} is not a multiple of moe_intermediate_size {width}; use {width} for one "
+            "shared expert"
+        )
     dense = Stack(layers=config.dense_layers, attention=attention, feed_forward=MLP, width=config.intermediate_size)
     routed = Stack(
         layers=config.num_layers - config.dense_layers,
