@@ -242,6 +242,10 @@ def test_layers_that_predict_further_are_left_out(tmp_path, capsys):
             {"num_kv_heads": 2},
             "num_kv_heads 2 is not num_heads 4, and latent attention makes keys and values for every",
         ),
+        (
+            {"shared_intermediate_size": 24},
+            "shared_intermediate_size 24 is not a multiple of moe_intermediate_size 16; use",
+        ),
         ({"latent": None}, "a model of the family deepseek_v3 has no sizes of its latent attention; give latent"),
     ],
 )

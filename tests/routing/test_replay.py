@@ -291,14 +291,17 @@ def router_logits(weights, rollout) -> list:
     rotation = Rotation.of(jnp.cumsum(valid, axis=1) - 1, CONFIG.rope_frequencies())
     x = model.embed[...][jnp.concatenate([rollout.prompts, rollout.tokens], axis=1)]
 
-    def attend(q, k, v):
-        return causal_attention(q, k, v, valid), None
+    class Plain:
+        is_step = False
+
+        def attend(self, q, k, v, keep=None):
+            return causal_attention(q, k, v, valid), None
 
     for layer in range(CONFIG.num_layers):
         block = nnx.merge(graph, jax.tree.map(lambda p, i=layer: p[i], stacked))
-        y, _ = block.attention(rms_norm(x, block.attention_norm[...], eps), rotation, attend)
+        y, _ = block.attention(rms_norm(x, block.attention_norm[...], eps), rotation, Plain())
         found.append((rms_norm(x + y, block.mlp_norm[...], eps) @ block.mlp.router[...])[:, S:])
-        x, _, _ = block(x, rotation, valid, attend)
+        x, _, _ = block(x, rotation, valid, Plain())
     return found
 
 
