@@ -143,14 +143,8 @@ SIGMOID = {
 def test_sigmoid_routers_train_with_r3_and_go_on_from_a_checkpoint(family, data, tmp_path, written):
     """The biases, which the updates move, are the sampler's at once and in the checkpoint."""
     config = settings(data, iterations=2, coldstart__steps=1, routing__replay="r3", routing__bias_rate=0.05)
-<<<<<<< HEAD
-    own = {"family": "glm4_moe", "dense_layers": 1, "expert_groups": 4, "groups_per_token": 2}
-    own |= {"shared_intermediate_size": 32, "attention_bias": True, "partial_rotary_factor": 0.5}
-    config.model.architecture.update({"num_layers": 3, **own})
-=======
     own = {"family": family, "dense_layers": 1, "expert_groups": 4, "groups_per_token": 2, **SIGMOID[family]}
     config.model.architecture.update({"num_layers": 3, "shared_intermediate_size": 32, **own})
->>>>>>> latent
     config.routing.balance_weight = 0.1  # a policy that is never right has no other gradient
     config.optimizer.learning_rate = 3e-3
     rows = run(config, tmp_path / "run", written)

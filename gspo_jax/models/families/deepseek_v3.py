@@ -127,25 +127,12 @@ def mixture_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def stacks(config: ModelConfig, attention: Callable[..., nnx.Module] = LatentAttention) -> tuple[Stack, ...]:
-<<<<<<< HEAD
     """Return the dense layers and the routed ones. Raise a UserError for a part of a shared expert."""
     shared, width = config.shared_intermediate_size, config.moe_intermediate_size
     if config.num_experts and shared % width:
         raise UserError(
             f"shared_intermediate_size {shared} is not a multiple of moe_intermediate_size {width}, as in every model "
             f"of family {config.family}; use {width} or {2 * width}, or 0 for no shared experts"
-=======
-    """Return the dense layers and the routed ones.
-
-    Raises:
-      UserError: the shared experts' width is not that of several experts, as which config.json counts them.
-    """
-    shared, width = config.shared_intermediate_size, config.moe_intermediate_size
-    if shared % width:
-        raise UserError(
-            f"shared_intermediate_size {shared} is not a multiple of moe_intermediate_size {width}; use {width} for one "
-            "shared expert"
->>>>>>> latent
         )
     dense = Stack(layers=config.dense_layers, attention=attention, feed_forward=MLP, width=config.intermediate_size)
     routed = Stack(
