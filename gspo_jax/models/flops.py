@@ -104,7 +104,7 @@ def _attention(config: ModelConfig, *, is_step: bool) -> tuple[int, int]:
 def _delta_rule(config: ModelConfig) -> tuple[int, float]:
     """Return a layer's flops of a token's projections, and of the rule in all heads."""
     if not config.is_recurrent:
-        return 0, 0
+        return 0, 0.0
     keys, values = config.linear_key_heads, config.linear_value_heads
     dk, dv = config.linear_key_dim, config.linear_value_dim
     projections = 2 * config.hidden_size * (2 * keys * dk + 3 * values * dv + 2 * values)

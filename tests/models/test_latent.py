@@ -61,7 +61,7 @@ def stepped_and_whole(net, T=3):
     asked = jnp.asarray(prompts(P=2, S=6).tokens)
     tokens = jnp.asarray(np.random.default_rng(1).integers(1, 64, (2, T)))
     _, kept = net.prefill(asked)
-    k, v = map(heads_first, kept)
+    k, v = heads_first(kept.k), heads_first(kept.v)
     pools = (empty_pool(x, 2, 4) for x in (k, v))
     cache, found = Cache(k, v, jnp.full(2, 6), *pools, jnp.arange(2)[:, None], 1), []
     for t in range(T):
@@ -106,7 +106,7 @@ def test_without_values_keys_are_the_values(dtype, aligned):
 def test_a_cache_holds_latents_alone():
     """[c | p] of one head, whole on every shard of `tensor`."""
     net = nnx.merge(transformer.abstract(LATENT)[0], params(LATENT))
-    k, v = jax.eval_shape(lambda: net.prefill(jnp.asarray(prompts().tokens))[1])
+    k, v, _ = jax.eval_shape(lambda: net.prefill(jnp.asarray(prompts().tokens))[1])
     assert v is None
     assert k.shape == (2, 8, 10, 1, 20)
     config = base()

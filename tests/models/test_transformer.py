@@ -87,7 +87,7 @@ def test_cached_decode_equals_a_full_forward(config, group_size, mixed_family): 
     tokens = jnp.asarray(np.random.default_rng(1).integers(1, 64, (B, T)))
     valid = np.arange(10)[None] < batch.lengths[:, None]
     out, kept = jax.jit(net.prefill)(batch.tokens, jnp.asarray(valid))
-    k, v = map(heads_first, kept)
+    k, v = heads_first(kept.k), heads_first(kept.v)
     pools, table = (empty_pool(x, 3 * B, -(-T // 3)) for x in (k, v)), jnp.arange(3 * B).reshape(B, 3)
     cache = Cache(k, v, jnp.asarray(batch.lengths), *pools, table, group_size)
     decode = jax.jit(net.decode)
@@ -171,8 +171,8 @@ def test_one_stack_cut_in_two_is_the_same_model(turns, monkeypatch):
     def outputs(params, config):
         net = nnx.merge(transformer.abstract(config)[0], params)
         tokens = jnp.asarray(batch.tokens)
-        plain, (k, v) = net.prefill(tokens)
-        k, v = heads_first(k), heads_first(v)
+        plain, kept = net.prefill(tokens)
+        k, v = heads_first(kept.k), heads_first(kept.v)
         P, pool = len(tokens), empty_pool(k, len(tokens), 4)
         cache = Cache(k, v, jnp.asarray(batch.lengths), pool, pool, jnp.arange(P)[:, None], 1)
         slots = DecodeSlots(jnp.arange(P), jnp.ones((P, 1), jnp.int32), aligned=True)
