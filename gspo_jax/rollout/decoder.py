@@ -20,7 +20,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from gspo_jax.kernels.backend import platform
-from gspo_jax.kernels.kv import each
 from gspo_jax.kernels.packed_attention import Spans
 from gspo_jax.models import moe
 from gspo_jax.models.cache import CacheDtype, heads_first

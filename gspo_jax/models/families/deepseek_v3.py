@@ -135,8 +135,8 @@ def stacks(config: ModelConfig, attention: Callable[..., nnx.Module] = LatentAtt
     shared, width = config.shared_intermediate_size, config.moe_intermediate_size
     if shared % width:
         raise UserError(
-            f"shared_intermediate_size {shared} is not a multiple of moe_intermediate_size {width}; use {width} for one "
-            "shared expert"
+            f"shared_intermediate_size {shared} is not a multiple of moe_intermediate_size {width}; use {width} for "
+            "one shared expert"
         )
     dense = Stack(layers=config.dense_layers, attention=attention, feed_forward=MLP, width=config.intermediate_size)
     routed = Stack(
