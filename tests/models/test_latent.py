@@ -244,7 +244,7 @@ def test_layers_that_predict_further_are_left_out(tmp_path, capsys):
         ),
         (
             {"shared_intermediate_size": 24},
-            "shared_intermediate_size 24 is not a multiple of moe_intermediate_size 16; use",
+            "shared_intermediate_size 24 is not a multiple of moe_intermediate_size 16, as in every model of family deep",
         ),
         ({"latent": None}, "a model of the family deepseek_v3 has no sizes of its latent attention; give latent"),
     ],

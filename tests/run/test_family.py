@@ -261,8 +261,9 @@ def test_settings_and_batches_that_teach_nothing_are_warned_of_once(data, tmp_pa
     assert "all advantages of a batch are 0" in said[3]
 
 
+@pytest.mark.slow
 def test_every_metric_is_in_the_glossary_and_nothing_else(written):
-    """The default runs above write exactly the metrics that the glossary lists, but for those of partial rollouts, of
+    """The runs above write exactly the metrics that the glossary lists, but for those of partial rollouts, of
     isolated reward functions, of the noise's parts, of a teacher, of servers and of failures.
     """
     documented = set(re.findall(r"`([a-z_]+/[A-Za-z0-9_/]+)`", (ROOT / "docs/metrics.md").read_text()))
