@@ -48,7 +48,7 @@ def write(folder: pathlib.Path, layers: int) -> None:
     shapes = {path: leaf.shape for path, leaf in by_path(transformer.abstract(config)[1]).items()}
     block = np.random.default_rng(0).normal(0, 0.02, 2**22).astype(jnp.bfloat16)
     tensors = [
-        (name, rule.shape(shapes[path]), (rule.first + at[0]) * FILES // layers if "{L}" in rule.tensor else 0)
+        (name, rule.shape(shapes[path]), rule.layer(at[0]) * FILES // layers if "{L}" in rule.tensor else 0)
         for path, rule in families.of(config).rules(config, ()).items()
         for at, name in rule.entries(shapes[path])
     ]
