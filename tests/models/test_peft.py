@@ -65,7 +65,7 @@ def test_what_is_written_is_read_again_and_merges(of, tmp_path):
     assert jax.tree.map(lambda x: x.sharding, again) == expected
     assert json.loads((tmp_path / "out" / peft.CONFIG).read_text())["base_model_name_or_path"] == "some/model"
     merged = Weights.full(lora.merge(trained, base, adapters)).model(transformer.abstract(config)[0])(tokens).logits
-    close = 2e-3 if config.is_recurrent else 2e-4  # norms of small outputs of the delta rule amplify rounding
+    close = 1e-2 if config.is_recurrent else 2e-4  # norms of small outputs of the delta rule amplify rounding
     np.testing.assert_allclose(merged, Weights(trained, base).model(graph)(tokens).logits, atol=close)
 
 
