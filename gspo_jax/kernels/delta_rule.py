@@ -65,7 +65,7 @@ def _product(how: str, *arrays: Array) -> Array:
 
 
 class _Chunk(NamedTuple):
-    """What the tokens of one chunk continue; of all chunks with a leading [n]. Places count from the chunk's first."""
+    """Which states and tokens those of one chunk continue; with a leading [n], of all. Places count from its first."""
 
     seen: Bool[Array, "*n B C C"]
     """True where the third axis's token is the second's or its ancestor."""

@@ -124,14 +124,13 @@ class HeadNorm(nnx.Module):
 
     def __init__(self, config: ModelConfig, stack: Stack, axis: str, *, rngs: nnx.Rngs):
         del axis
-        self.eps = config.rms_norm_eps
         self.config = config
         shape, axes = (stack.layers, config.head_dim), ("layers", "head_dim")
         self.scale = parameter(rngs, shape, axes, config.norm_init, float32=True)
 
     def __call__(self, x: Float[Array, "B N T h"]) -> Float[Array, "B N T h"]:
         """Return the normed heads."""
-        return rms_norm(x, self.config.norm_scale(self.scale[...]), self.eps)
+        return rms_norm(x, self.config.norm_scale(self.scale[...]), self.config.rms_norm_eps)
 
 
 class Attention(nnx.Module):

@@ -59,7 +59,7 @@ class Cache:
     group_size: int = struct.field(pytree_node=False)
     """G: responses per prompt."""
     states: Any = None
-    """Of each slot, in the layers that keep one in place of keys and values: arrays [L, B, …]."""
+    """States of the slots in the layers that keep them in place of keys and values: arrays [L, B, …]."""
 
     def newest(self, ages: Int[Array, "B Q"]) -> tuple[Int[Array, "B Q"], Int[Array, "B Q"]]:
         """Return the page and column of each token fed; page M for none."""

@@ -432,7 +432,7 @@ zeros = jax.nn.initializers.zeros
 def parameter(
     rngs: nnx.Rngs,
     shape: tuple[int, ...],
-    axes: tuple[str | None, ...],
+    axes: tuple[str, ...],
     init: Callable[..., Any] | None = None,
     *,
     float32: bool = False,

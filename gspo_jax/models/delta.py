@@ -47,7 +47,7 @@ class DeltaState(NamedTuple):
 
 
 class Mixed(NamedTuple):
-    """What the state's rule takes of each token."""
+    """Inputs of the state's rule at each token."""
 
     qkv: Float[Array, "B *T c"]
     """Inputs of the convolution: of each key head its query, its key, and its values."""

@@ -1,8 +1,8 @@
 """Hugging Face folders: config.json and safetensors.
 
 Each process reads only the slices that its devices hold. Not here: the tokenizer (data/), quantised weights other than
-those in fp8's blocks, all but full attention with plain or Llama 3's RoPE. Unimplemented features are refused by name,
-never ignored.
+those in fp8's blocks, and what the families' own files leave out. Unimplemented features are refused by name, never
+ignored.
 """
 
 import collections

@@ -214,13 +214,13 @@ class _Step:
 
 
 class Kept(NamedTuple):
-    """What a prefill leaves for a cache."""
+    """Keys, values and states that a prefill leaves for a cache."""
 
     k: KV
     """Keys and values of the layers that have them, [L, P, M, Kv, h]."""
     v: KV
     states: Any
-    """Those of the others, [L, P or E, …]; None if there are none."""
+    """States of the other layers, [L, P or E, …]; None if there are none."""
 
     @classmethod
     def of(cls, runs: list[list[tuple[Stack, Any]]]) -> "Kept":

@@ -158,10 +158,11 @@ class _Programs:
         count, width = prefix_rows(self.config, slots // shards, pool)
         each = _rows(self.sampler_mesh, (responses,), jnp.int32)
         tokens = _rows(self.sampler_mesh, (shards * count, width), jnp.int32)
-        ends, whole = None, (each, each, each, tokens, Spans(tokens, tokens, tokens), each)
-        if self.model.is_recurrent:
-            ends = _rows(self.sampler_mesh, (shards * count, few(-(-responses // (shards * count)))), jnp.int32)
-        return PackedPrefix(*whole, ends)
+        prefix = PackedPrefix(each, each, each, tokens, Spans(tokens, tokens, tokens))
+        if not self.model.is_recurrent:
+            return prefix
+        ends = _rows(self.sampler_mesh, (shards * count, few(-(-responses // (shards * count)))), jnp.int32)
+        return prefix._replace(number=each, ends=ends)
 
     def reshard(self) -> Program:
         sampler = self.engine.sampler

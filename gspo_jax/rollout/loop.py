@@ -588,7 +588,7 @@ class DecodeLoop:
             slot = order[i]
             response = responses[slot]
             own = state_at(prompts, response // group_size)
-            if prefix is not None and prefix_kv is not None:
+            if prefix is not None and prefix_kv is not None and prefix.number is not None:
                 ends = state_in_row(prefix_kv.states, prefix.row[response], prefix.number[response])
                 own = jax.tree.map(partial(jnp.where, prefix.lengths[response] > 0), ends, own)
             return write_state(states, slot, own)

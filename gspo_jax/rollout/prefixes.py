@@ -35,10 +35,10 @@ class PackedPrefix(NamedTuple):
     """Offset of each prefix in its row."""
     tokens: Int[Array, "R M"]
     spans: Spans
-    number: Int[Array, " B"]
-    """Of each prefix among those in its row."""
+    number: Int[Array, " B"] | None = None
+    """Place of each prefix among those in its row; None, as `ends`, for a model without states."""
     ends: Int[Array, "R E"] | None = None
-    """The last token of each row's prefixes, in their order; M for none. None: nobody asks for states there."""
+    """Last token of each of the row's prefixes, in their order; M for none."""
 
 
 class Place(NamedTuple):
@@ -52,8 +52,8 @@ class Place(NamedTuple):
 def pack(prompts: Prompts, prefix: Prefix, *, shards: int, limit: int, with_ends: bool = False) -> PackedPrefix:
     """Pack prefixes into rows, on the host. Row count and length take few values, as programs depend on them.
 
-    Each shard holds B / shards responses, adjacent if to the same prompt, of at most `limit` tokens. `with_ends` is for
-    a model with states: of how many prefixes a row takes few values too.
+    Each shard holds B / shards responses, adjacent if to the same prompt, of at most `limit` tokens. With `with_ends`,
+    for a model with states, the count of `ends` in a row takes few values too.
     """
     heads, head_lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
     tokens, lengths = np.asarray(prefix.tokens), np.asarray(prefix.lengths)
@@ -71,11 +71,9 @@ def pack(prompts: Prompts, prefix: Prefix, *, shards: int, limit: int, with_ends
             filled[here, prompt], own_start[here, prompt] = heads[prompt_of[i], :head], at.prompt
             filled[here, response], own_start[here, response] = tokens[i, : lengths[i]], at.start
             begin[here, response], end[here, response] = at.prompt, at.prompt + head
-    number, ends = _ends(lengths, row, start, places, rows, width)
     spans: Any = begin, end, own_start
-    arrays: tuple[Any, ...] = lengths.astype(np.int32), row, start, filled, Spans(*spans), number
-    arrays += (ends if with_ends else None,)
-    return PackedPrefix(*arrays)
+    arrays: tuple[Any, ...] = lengths.astype(np.int32), row, start, filled, Spans(*spans)
+    return PackedPrefix(*arrays, *(_ends(lengths, row, start, places, rows, width) if with_ends else ()))
 
 
 def _ends(

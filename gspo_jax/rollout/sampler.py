@@ -76,6 +76,7 @@ class Sampler:
           shares_frozen: use the trainer's frozen weights, already in this layout and dtype.
         """
         self._graph, self._shapes, self.shares_frozen = graph, shapes, shares_frozen
+        self._model = shapes.model(graph).config
         self.reshard = decoder.make_reshard(self.moved(shapes), mesh, dtype, precision)
         self._weights: Weights | None = None
         self._sampling, self._slots, self._router_logprobs = sampling, slots, router_logprobs
@@ -179,9 +180,8 @@ class Sampler:
 
     def empty_routes(self, responses: int, positions: int) -> RouterRecord:
         """Return a host router record with nothing routed."""
-        config = self._shapes.model(self._graph).config
-        shape = (responses, positions, *config.route_shape)
-        experts: Any = np.full(shape, -1, config.expert_dtype)
+        shape = (responses, positions, *self._model.route_shape)
+        experts: Any = np.full(shape, -1, self._model.expert_dtype)
         logprobs: Any = np.zeros(shape, np.float32) if self._router_logprobs else None
         return RouterRecord(experts, logprobs)
 
@@ -211,10 +211,10 @@ class Sampler:
         cut = prompts.tokens[:, : bucket(int(prompts.lengths.max()), width) if self.cuts_prompts else width]
         prompts = Prompts(cut, prompts.lengths, earlier=prompts.earlier)
         shards = mesh_lib.batch_shards(dict(self.mesh.shape))
-        packed, config = None, self._shapes.model(self._graph).config
+        packed = None
         if prefix is not None:
-            of = {"shards": shards, "limit": self.stop.max_length, "with_ends": config.is_recurrent}
-            packed = pack(prompts, prefix, **of)
+            options = {"limit": self.stop.max_length, "with_ends": self._model.is_recurrent}
+            packed = pack(prompts, prefix, shards=shards, **options)
         rows = packed and (packed.tokens.shape, packed.ends is not None and packed.ends.shape)
         shapes = (prompts.tokens.shape, width, rows, limits is None, min_ended, heard is None)
         compiled = _compiled_programs()

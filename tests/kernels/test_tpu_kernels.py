@@ -373,7 +373,7 @@ def figures(target):
 
 @pytest.mark.slow
 @ahead.needs_libtpu
-@pytest.mark.parametrize("target", ["v5p:2x2x1", "v5e:4x4", "v6e:4x4"])
+@pytest.mark.parametrize("target", ["v4:2x2x1", "v5p:2x2x1", "v5e:4x4", "v6e:4x4"])
 def test_the_tpu_compiler_takes_every_kernel(target):
     """No [T, T] array of scores exists outside the kernels.
 

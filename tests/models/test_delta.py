@@ -115,7 +115,7 @@ def resumed(slots):
 
 @pytest.mark.slow
 def test_the_trainer_scores_what_was_sampled():
-    """Of states that are refilled with responses, move as slots become fewer, and start from the ends of prefixes."""
+    """States are refilled with responses, move as slots become fewer, and start from the ends of prefixes."""
     found = resumed(7)
     scored = jax.jit(lambda w, rollout: score(GRAPH, w, Alone(rollout), SCORING).logprobs)(weights(), found)
     np.testing.assert_allclose(found.logprobs[found.mask], np.asarray(scored)[found.mask], atol=1e-4)
@@ -179,7 +179,7 @@ def test_drafts_are_refused():
 
 
 def test_what_states_take():
-    """Of Qwen3.5-35B-A3B in bfloat16: 30 layers of 32 heads [128, 128] in float32 and 3 inputs of 8192 channels."""
+    """Qwen3.5-35B-A3B keeps 30 layers of 32 heads [128, 128] in float32 and 3 inputs of 8192 channels in bfloat16."""
     config, model = base(), find("Qwen3.5-35B-A3B")
     config.model.dtype = "bfloat16"
     assert memory.state_bytes(config, model, {"tensor": 1}) == 30 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)

@@ -56,7 +56,9 @@ def test_what_is_written_is_read_again_and_merges(of, tmp_path):
     adapters = Adapters(rank=2, expert_rank=5 * config.is_routed, alpha=3.0, targets=tuple(lora.TARGETS))
     graph, shapes = transformer.abstract(config, adapters=adapters)
     rng = np.random.default_rng(0)
-    trained = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.2, x.shape), jnp.float32), lora.split(shapes)[0])
+    # Norms of small outputs of the delta rule amplify rounding.
+    deviation, close = (0.05, 1e-3) if config.is_recurrent else (0.2, 2e-4)
+    trained = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, deviation, x.shape), jnp.float32), lora.split(shapes)[0])
     peft.save(trained, config, adapters, tmp_path / "out", base="some/model")
     mesh = mesh_lib.make_mesh({"expert": 2, "fsdp": 4} if config.is_routed else {"fsdp": 8})
     again = peft.load(tmp_path / "out", config, adapters, mesh)
@@ -65,8 +67,9 @@ def test_what_is_written_is_read_again_and_merges(of, tmp_path):
     assert jax.tree.map(lambda x: x.sharding, again) == expected
     assert json.loads((tmp_path / "out" / peft.CONFIG).read_text())["base_model_name_or_path"] == "some/model"
     merged = Weights.full(lora.merge(trained, base, adapters)).model(transformer.abstract(config)[0])(tokens).logits
-    close = 1e-2 if config.is_recurrent else 2e-4  # norms of small outputs of the delta rule amplify rounding
     np.testing.assert_allclose(merged, Weights(trained, base).model(graph)(tokens).logits, atol=close)
+    plain = Weights.full(base).model(transformer.abstract(config)[0])(tokens).logits
+    assert np.abs(merged - plain).max() > 0.1
 
 
 @pytest.mark.parametrize("targets", [("gate_proj",), ("up_proj", "down_proj"), lora.EXPERTS])
