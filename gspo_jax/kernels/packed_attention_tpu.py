@@ -32,7 +32,9 @@ _PART = 256
 """Queries, and keys, of a block's parts, which are left out if no pair is seen. The forward pass has scores of one part
 of the queries at a time: fewer spill less, but keep the matrix units less busy."""
 _HEADS = 8
-"""Maximum query heads per visit: blocks of 512 bfloat16 tokens fit the VMEM that the compiler grants."""
+"""Maximum query heads of 128 columns per visit: blocks of 512 bfloat16 tokens fit the VMEM that the compiler grants."""
+_QUERY_BYTES, _KEY_BYTES = 20, 32
+"""VMEM of a column of a token in the backward pass: of each query head, and of keys, values and their float32 sums."""
 
 
 class _Visits(NamedTuple):
@@ -480,7 +482,8 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 def _heads_per_visit(heads: int, kv_heads: int, width: int) -> int:
     """Return the heads of a visit: as many as fit, leaving work for two cores if possible."""
-    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * width <= _HEADS * _LANES)]
+    room = (_HEADS * _QUERY_BYTES + _KEY_BYTES) * _LANES // width
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * _QUERY_BYTES + _KEY_BYTES <= room)]
     return max(fitting, key=lambda n: (min(kv_heads * heads // n, 2), n))
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.kv import KV, ScaledKV, Stored, Values, each, put, take
 from gspo_jax.models.int8 import quantize
 from gspo_jax.parallel.mesh import constrain, head_axis
@@ -116,7 +117,15 @@ def write_tokens(
 ) -> Stored:
     """Write every slot's newest tokens to columns of its pages in one layer. Page M is none."""
     own = stored(new, "int8" if isinstance(pool, ScaledKV) else None)
-    return each(lambda old, x: old.at[layer, pages, :, columns].set(x, mode="drop"), pool, own)
+    if platform() != "tpu":
+        return each(lambda old, x: old.at[layer, pages, :, columns].set(x, mode="drop"), pool, own)
+
+    # Head by head: to write a token's heads together, a TPU copies the pool to a layout with heads side by side.
+    def put(old: Array, x: Array) -> Array:
+        heads = jnp.arange(old.shape[2])[None, None]
+        return old.at[layer, pages[..., None], heads, columns[..., None]].set(x, mode="drop")
+
+    return each(put, pool, own)
 
 
 def write_prefix(

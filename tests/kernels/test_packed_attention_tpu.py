@@ -157,7 +157,7 @@ def test_blocks_lengthen_a_row_by_an_eighth_at_most(tokens, itemsize, block):
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "together"),
-    [(8, 4, 128, 8), (8, 1, 128, 4), (16, 2, 128, 8), (1, 1, 128, 1), (12, 2, 256, 4), (3, 1, 2048, 1)],
+    [(8, 4, 128, 8), (8, 1, 128, 4), (16, 2, 128, 8), (1, 1, 128, 1), (12, 2, 256, 3), (3, 1, 2048, 1)],
 )
 def test_query_heads_of_a_visit_fit_and_leave_work_for_two_cores(heads, kv_heads, width, together):
     assert packed_attention_tpu._heads_per_visit(heads, kv_heads, width) == together

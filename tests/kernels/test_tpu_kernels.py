@@ -7,6 +7,7 @@ Compiled ahead of time for a slice that is not attached, in its own process. To 
 
 import functools
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -43,6 +44,8 @@ ROWS = {"many": 65536, "few": 64, "odd": 1000}
 """Rows of a grouped matmul: of an update, of a decode step, and a number that is no multiple of a tile."""
 PACKED = {"long": 16384, "odd": 1000}
 """Tokens per packed row; the second number is no multiple of a block."""
+ATTENTION = {name: (tokens, WIDTH) for name, tokens in PACKED.items()} | {"wide": (512, 2 * WIDTH)}
+"""Tokens per packed row, and the width of heads."""
 PAIRS = {"long": 16384, "short": 128}
 """Tokens that a prefill routes."""
 MODELS = {
@@ -105,10 +108,10 @@ def of_mesh(mesh):
 
 def packed(target, name, dtype, remat="none"):
     """Compile, or with `remat` lower, attention over packed rows, one row and half of the heads per chip."""
-    mesh, tokens = topology.topology_mesh(target, {"fsdp": -1, "tensor": 2}), PACKED[name]
+    mesh, (tokens, width) = topology.topology_mesh(target, {"fsdp": -1, "tensor": 2}), ATTENTION[name]
     one, rows = of_mesh(mesh), mesh.size // 2
-    q = one((rows, tokens, HEADS, WIDTH), dtype, "batch", None, "heads")
-    k = one((rows, tokens, KV_HEADS, WIDTH), dtype, "batch", None, "kv_heads")
+    q = one((rows, tokens, HEADS, width), dtype, "batch", None, "heads")
+    k = one((rows, tokens, KV_HEADS, width), dtype, "batch", None, "kv_heads")
     ends = one((rows, tokens), jnp.int32, "batch")
     run = packed_attention if remat == "none" else jax.checkpoint(packed_attention, policy=REMATS[remat])
     with jax.set_mesh(mesh):
@@ -330,7 +333,7 @@ def decode_int8_drafts(target, name, dtype):
 
 
 KERNELS = {
-    packed: PACKED,
+    packed: ATTENTION,
     experts: ROWS,
     experts_int8: ("many", "few"),
     experts_adapted: ("many", "few"),
@@ -345,7 +348,7 @@ KERNELS = {
     decode_int8_drafts: ("30B",),
 }
 LARGEST = {(of, "many" if of.__name__.startswith("experts") else "long") for of in KERNELS}
-LARGEST |= {(decode, name) for name in MODELS}
+LARGEST |= {(decode, name) for name in MODELS} | {(packed, "wide")}
 LARGEST |= {(of, "30B") for of in (decode_int8, decode_drafts, decode_int8_drafts)}
 REMATERIALISED = ("dots", "full")
 
@@ -385,7 +388,7 @@ def test_the_tpu_compiler_takes_every_kernel(target):
         result = found[f"{of.__name__}, {name}, {dtype}"]
         if of is packed:
             assert result["kernels"] == {"packed_visits": 1, "packed_attention": 1, "packed_attention_backward": 1}
-            queries = PACKED[name] * HEADS // 2 * WIDTH * jnp.dtype(dtype).itemsize
+            queries = math.prod(ATTENTION[name]) * HEADS // 2 * jnp.dtype(dtype).itemsize
             assert result["temporaries"] < 16 * queries
         elif of is experts:
             kernels = {"visits": 1, "matmul": 1, "matmul_transposed": 1, "outer": 2}

@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from gspo_jax.kernels.kv import head_bytes
+from gspo_jax.models import cache
 from gspo_jax.models.cache import Cache, empty_pool, stored, write_prefix, write_tokens
 
 L, M, B, KV, C, H = 2, 9, 4, 2, 8, 16
@@ -29,7 +31,9 @@ def test_each_token_of_a_head_has_a_scale():
     assert stored(x, None) is x
 
 
-def test_tokens_and_prefixes_are_written_with_their_scales():
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_tokens_and_prefixes_are_written_with_their_scales(platform, monkeypatch):
+    monkeypatch.setattr(cache, "platform", lambda: platform)
     pool, rows, new = draw((L, M, KV, C, H)), draw((2, L, KV, 40, H), 1), draw((B, 2, KV, H), 2)
     one, pages, columns = (
         jnp.asarray(1),
