@@ -13,13 +13,18 @@ import re
 import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gspo_jax import cli, plan
-from gspo_jax.planning import programs
+from gspo_jax.kernels.attention import decode_attention
+from gspo_jax.models.cache import write_tokens
+from gspo_jax.planning import programs, topology
 from gspo_jax.planning.loads import SKEW
 from gspo_jax.setup.checks import check
 from tests import ahead
@@ -31,12 +36,37 @@ KERNEL = 'custom_call_target="tpu_custom_call"'
 BYTES = {"bf16": 2, "f32": 4, "s32": 4, "s8": 1}
 
 
+def plain_step():
+    """Return the text of a step's attention in layers that are not fused: two key heads, 256 wide, in pages."""
+    mesh = topology.topology_mesh("v5e:2x2", {"data": -1})
+    L, B, W, C, Kv, h = 4, 16, 16, 256, 2, 256
+
+    def step(q, new, prompt, lengths, k, v, table, ages):
+        def layer(carry, number):
+            x, k, v = carry
+            at = jnp.take_along_axis(table, (ages - 1) // C, axis=1), (ages - 1) % C
+            k, v = (write_tokens(pool, number, new, *at) for pool in (k, v))
+            options = {"layer": number, "table": table, "ages": ages, "rows": None}
+            return (decode_attention(x, prompt, prompt, lengths, k, v, **options), k, v), None
+
+        return jax.lax.scan(layer, (q, k, v), jnp.arange(L))[0]
+
+    def one(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    pool, ints = one(L, B * W, Kv, C, h), partial(one, dtype=jnp.int32)
+    shapes = one(B, 1, 16, h), one(B, 1, Kv, h), one(L, 1, Kv, C, h), ints(1), pool, pool, ints(B, W), ints(B, 1)
+    with jax.set_mesh(mesh):
+        traced = jax.jit(step, donate_argnums=(4, 5)).trace(*shapes)
+        return traced.lower(lowering_platforms=("tpu",)).compile().as_text()
+
+
 def figures(folder=None):
     """Return memory, largest copies and kernels of the recipe's pieces on one chip of TARGET, and those of reshard."""
     config = cli.load_config(RECIPE)
     setting, _, _ = plan.prepare(config, check(config), TARGET, slices=1, rates=None, skew=SKEW)
     made = [*programs.make("reshard", setting.engine), *programs.make("sample_decode", setting.engine)[: len(PIECES)]]
-    found = {}
+    found: dict = {"plain": {"copies": largest_copies(plain_step())}}
     for name, program in zip(("reshard", *PIECES), made, strict=True):
         start = time.perf_counter()
         with jax.set_mesh(program.mesh):
@@ -74,6 +104,7 @@ def test_the_tpu_compiler_takes_the_decoder():
     Resharding to the sampler holds no second copy of the weights either: temporaries stay near embedding plus head.
     """
     found = ahead.figures("tests.rollout.test_tpu_decode")
+    assert found["plain"]["copies"]["bf16"] < 2 * 16 * 256 * 2 * 256 * 2, "no pool: less than two pages of every slot"
     for name in PIECES:
         assert found[name]["peak_bytes"] < 85e9
         assert found[name]["copies"]["bf16"] < 2 * 2048 * 768, "no pool, and not even one expert's matrix"
