@@ -21,13 +21,14 @@ Old log-probs that are recomputed, as here, add the time of `score` to an iterat
 
 Arguments, joined by commas, change the model and what of it is trained:
 
-- a model: `OLMoE-1B-7B-0924`, `Qwen3-0.6B`, `Qwen3-1.7B`, `Qwen3-4B` or `Qwen3-8B` in place of Qwen3-30B-A3B.
+- a model: `Qwen3.5-35B-A3B`, `GLM-4.7-Flash`, `OLMoE-1B-7B-0924`, `Qwen3-0.6B`, `Qwen3-1.7B`, `Qwen3-4B` or `Qwen3-8B`
+  in place of Qwen3-30B-A3B.
 - `bf16`: a base in bfloat16, and rows of 2048 tokens instead of 4480.
 - `partial`: partial rollouts, of 192 prompts in flight, with 256 slots and keys and values in int8.
 - `full`: all weights are trained; there is no base.
 - `gpu`: a single device, such as a GPU of 80 GB; untried (docs/gpu.md).
 
-Not all of these fit: run `plan` first. Qwen3-30B-A3B with `full` does not, nor does Qwen3-8B with `full` on v5e.
+Not all of these fit: run `plan` first. Models of 30B and more with `full` do not, nor does Qwen3-8B with `full` on v5e.
 """
 
 from ml_collections import ConfigDict
