@@ -354,14 +354,14 @@ def cases(target):
     """Return (function, name, dtype) of what is compiled.
 
     For v5p all, and the largest in float32 too; elsewhere the largest, with adapters beside experts in int8 for all of
-    the grouped matmul's kernels.
+    the grouped matmul's kernels, and drafts in int8 alone.
     """
     named = [(of, name) for of, names in KERNELS.items() for name in names]
     largest = [case for case in named if case in LARGEST]
     if target.startswith("v5p"):
         whole = [case for case in largest if case[0] in (packed, experts_swiglu, turned, sums, pairs, vocabulary)]
         return [*((*case, "bfloat16") for case in named), *((*case, "float32") for case in whole)]
-    return [(*case, "bfloat16") for case in largest if case[0] not in (experts, experts_int8)]
+    return [(*case, "bfloat16") for case in largest if case[0] not in (experts, experts_int8, decode_drafts)]
 
 
 def figures(target):
