@@ -233,6 +233,13 @@ def check_weights(config: ConfigDict) -> None:
         refuse_no_model()
 
 
+_UNUSED = {
+    True: ("intermediate_size",),  # Granite's config.json has an expert's there
+    False: ("experts_per_token", "moe_intermediate_size", "norm_topk_prob"),
+}
+"""Fields without a meaning in a mixture of experts, and in a dense model."""
+
+
 def cold_start_model(config: ConfigDict, **of_tokenizer: Any) -> ModelConfig:
     """Return the shape of a cold start's model. Keyword arguments are special token ids.
 
@@ -265,7 +272,7 @@ def _check_family(model: ModelConfig) -> None:
     families.of(model).stacks(model)  # its sentences on sizes are better
     for field in dataclasses.fields(ModelConfig):
         given, kept = (getattr(config, field.name) for config in (model, again))
-        if given != kept and not (field.name == "intermediate_size" and model.is_routed):  # Granite's is an expert's
+        if given != kept and field.name not in _UNUSED[model.is_routed]:
             raise UserError(
                 f"model.architecture.{field.name} is {given!r}, and in a model of family {model.family!r} with these "
                 f"sizes it is {kept!r}; leave it out, or choose another model.architecture.family"
