@@ -27,7 +27,7 @@ from gspo_jax.kernels.decode_experts_tpu import experts_sum
 from gspo_jax.kernels.decode_mlp_tpu import mlp
 from gspo_jax.kernels.decode_output_tpu import RouteLog, Router, output_and_routes, projection
 from gspo_jax.kernels.decode_qkv_tpu import HeadNorms, heads, rotation
-from gspo_jax.kernels.decode_tpu import Adapter, Stacked
+from gspo_jax.kernels.decode_tpu import RANKS, Adapter, Stacked
 from gspo_jax.kernels.kv import KV, parts
 from gspo_jax.models.attention import Attention
 from gspo_jax.models.cache import Cache, DecodeSlots
@@ -36,10 +36,6 @@ from gspo_jax.models.matrices import ADAPTER, BIAS, SCALE
 from gspo_jax.models.moe import MLP, MoE, Routes, softmax_router
 from gspo_jax.parallel import spread
 from gspo_jax.parallel.mesh import AXES, has_mesh, manual_axes
-
-_RANKS = 16
-"""Ranks of adapters are padded to whole tiles."""
-
 
 def applies(config: ModelConfig, layers: Any, cache: Cache) -> bool:
     """Return True if the kernels compute these stacks and this cache on the platform in scope."""
@@ -128,7 +124,7 @@ def _stacked(module: nnx.Module, name: str, dtype: Any) -> Stacked:
         if spread.is_spread(weights):
             columns = weights.shape[-1]
             b = jax.lax.dynamic_slice_in_dim(b, jax.lax.axis_index("expert") * columns, columns, axis=b.ndim - 1)
-        more = -a.shape[-2] % _RANKS
+        more = -a.shape[-2] % RANKS
         ranks = [(0, more) if axis == a.ndim - 2 else (0, 0) for axis in range(a.ndim)]
         low = Adapter(jnp.pad(a, ranks), jnp.pad(b, ranks), adapter.scale)
     if scale is None:

@@ -221,3 +221,23 @@ def test_ragged_all_to_all_is_refused_on_cpu():
         jax.eval_shape(ragged, x, jnp.asarray(routed("random")), weights, kernels)
     with jax.set_mesh(mesh_lib.make_mesh({"data": 8})):
         jax.eval_shape(ragged, x, jnp.asarray(routed("random")), weights, kernels)
+
+
+@pytest.mark.parametrize("mesh", [{"expert": 4, "tensor": 2}, {"data": 8}], ids=mesh_id)
+@pytest.mark.parametrize("load", ["random", "one expert", "padded"])
+def test_tokens_that_are_picked_equal_the_oracle(load, mesh):
+    """The experts' kernel of a decode step beside layers that it does not know, with and without a gather of tokens."""
+    experts = jnp.asarray(routed(load))
+    x, weights, kernels, _ = numbers()
+    given = jax.tree.map(lambda w: jnp.stack([jnp.full_like(w, jnp.nan), w]), kernels)
+    x = jnp.where(((experts < 0) | (experts >= E)).all(axis=-1, keepdims=True), jnp.inf, x)
+    with (
+        jax.set_mesh(mesh_lib.make_mesh(mesh)),
+        mock.patch.object(dispatch_lib, "_takes_picked", lambda *_: True),
+        mock.patch.object(dispatch_lib, "_picked", functools.partial(dispatch_lib._picked, interpret=True)),
+        mock.patch.object(jax, "shard_map", functools.partial(jax.shard_map, check_vma=False)),  # nor has an interpreter
+    ):
+        run = jax.jit(functools.partial(exchange, dispatch="gather"))
+        y = run(x, experts, weights, given, layer=jnp.asarray(1))
+    expected = all_experts(jnp.where(jnp.isfinite(x), x, 0), experts, weights, kernels)
+    assert leaf_errors(expected, y) < 2e-6
