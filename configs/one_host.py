@@ -37,7 +37,9 @@ from gspo_jax.errors import UserError, choices
 from gspo_jax.models.published import find
 
 DEFAULT = "Qwen3-30B-A3B"
-MODELS = (DEFAULT, "OLMoE-1B-7B-0924", "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B")
+MIXTURES = (DEFAULT, "Qwen3.5-35B-A3B", "GLM-4.7-Flash")
+"""Mixtures of experts of some 30B parameters."""
+MODELS = (*MIXTURES, "OLMoE-1B-7B-0924", "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B")
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -68,7 +70,7 @@ def get_config(arg: str = "") -> ConfigDict:
     else:
         config.mesh.update({"data": 1, "fsdp": 8, "expert": 1})
         config.sampling.mesh.update({"tensor": 8})
-    if config.model.published == DEFAULT:
+    if config.model.published in MIXTURES:
         config.sampling.slots = 128
     if config.model.published.startswith("OLMoE"):  # which knows 4096 positions
         config.sampling.max_response_length, config.training.row_tokens = 3584, 4096

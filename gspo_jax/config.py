@@ -45,9 +45,10 @@ def base() -> ConfigDict:
     config.adapter.expert_rank = 0  # rank for each expert's matrices, 0: no expert adapters
     config.adapter.alpha = 8.0  # an adapter's product is multiplied by alpha / √rank
     # Matrices with adapters, where a model has them. gate_proj, up_proj and down_proj mean dense layers and shared
-    # experts. "router" may be added.
+    # experts. "router" may be added, and the delta rule's steps and decays, "in_proj_ba" or "in_proj_b", "in_proj_a".
     config.adapter.targets = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
-    config.adapter.targets += ("kv_b_proj", "gate_proj", "up_proj", "down_proj")
+    config.adapter.targets += ("kv_b_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_z", "out_proj")
+    config.adapter.targets += ("gate_proj", "up_proj", "down_proj")
     config.adapter.expert_targets = ("gate_proj", "up_proj", "down_proj")
     config.adapter.folder = ""  # `peft` folder with initial adapters. Empty: new ones
     # Dtype of frozen weights: "float32", "bfloat16" or, for matrices, "int8" with a scale per output channel.

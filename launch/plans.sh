@@ -46,6 +46,11 @@ done <<'LIST'
 235b qwen3_235b_a22b.py v5p:4x4x8
 235b-least qwen3_235b_a22b.py:least v5p:4x4x4
 dense qwen3_dense.py:8B v5p:2x2x1
+qwen3.5 mixtures.py:Qwen3.5-35B-A3B v5p:4x4x4
+glm-flash mixtures.py:GLM-4.7-Flash v5p:4x4x4
+glm-air mixtures.py:GLM-4.5-Air v5p:4x4x8
+qwen3.5-host one_host.py:Qwen3.5-35B-A3B v5e:2x4
+glm-flash-host one_host.py:GLM-4.7-Flash v5e:2x4
 LIST
 choices=()
 for field in model.remat=full model.remat=offload training.logprob_chunk=16384 training.logprob_chunk=1048576 mesh.tensor=2; do

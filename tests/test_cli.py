@@ -313,7 +313,7 @@ def test_the_folder_of_another_run_is_refused_before_any_work(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["gsm8k", "one_host", "one_host:full", "qwen3_30b_a3b:16k", "qwen3_235b_a22b", "qwen3_dense"]
+    "recipe", ["gsm8k", "one_host", "one_host:full", "qwen3_30b_a3b:16k", "qwen3_235b_a22b", "qwen3_dense", "mixtures"]
 )
 def test_recipes_in_bfloat16_recompute_the_old_log_probs(recipe):
     name, colon, argument = recipe.partition(":")

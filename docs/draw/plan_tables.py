@@ -55,7 +55,7 @@ def _changes(plan: Plan) -> str:
 def recipes(plans: Sequence[Plan]) -> list[str]:
     """One line per recipe: memory and times of its update and decode step."""
     head = ["`--config`", "`--topology`", "HBM per chip, GB", "`update`, GB", "Σ", "attention", "executed"]
-    head += ["links, exposed", "bound by", "floor", "`sample_decode`, GB", "Σ", "executed"]
+    head += ["links, exposed", "bound by", "floor", "`sample_decode`, GB", "Σ", "executed", "floor"]
     rows = []
     for plan in plans:
         update, decode = plan["programs"]["update"], plan["programs"]["sample_decode"]
@@ -65,7 +65,8 @@ def recipes(plans: Sequence[Plan]) -> list[str]:
             [_config(plan), f"`{plan['topology']}`", _gb(update["limit_bytes"]), _gb(update["peak_bytes"])]
             + [_ms(t[name]) for name in ("per_op", "attention", "executed")]
             + [f"{_ms(t['ici'])}, {_ms(t['exposed'])}", binds, _ms(t["floor"])]
-            + [f"{_gb(decode['peak_bytes'])} + {_gb(decode['resident_bytes'])}", _ms(d["per_op"]), _ms(d["executed"])]
+            + [f"{_gb(decode['peak_bytes'])} + {_gb(decode['resident_bytes'])}"]
+            + [_ms(d[name]) for name in ("per_op", "executed", "floor")]
         )
     return markdown_table(head, rows)
 

@@ -46,6 +46,8 @@ STEERING = ("router", "in_proj_ba", "in_proj_b", "in_proj_a")
 """Matrices that are never int8, nor spread over `expert`."""
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
 """Matrices of every expert."""
+_DELTA = {"in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
+"""Matrices of the delta rule's layers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,6 +113,7 @@ def check(config: ModelConfig, adapters: Adapters) -> None:
     latent = config.latent
     direct, lacking = latent is None or latent.query_rank is None, set() if dense else set(EXPERTS)
     lacking |= set() if config.is_routed else {"router"}
+    lacking |= set() if config.is_recurrent else _DELTA
     lacking |= {"kv_a_proj_with_mqa", "kv_b_proj"} if latent is None else {"k_proj", "v_proj"}
     lacking |= {"q_a_proj", "q_b_proj"} if direct else {"q_proj"}
     has = [name for name in TARGETS if name not in lacking]

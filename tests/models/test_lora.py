@@ -13,6 +13,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, engine
+from gspo_jax.config import base
 from gspo_jax.errors import UserError
 from gspo_jax.kernels import grouped_matmul
 from gspo_jax.models import huggingface, lora, transformer
@@ -192,6 +193,10 @@ def test_sampler_and_trainer_compute_the_same_in_bfloat16(sizes, kind, shares, t
 def test_mistakes(fields, says):
     with pytest.raises(UserError, match=says):
         Adapters(**fields)
+
+
+def test_default_targets_are_all_matrices_but_those_that_steer():
+    assert set(base().adapter.targets) == set(lora.TARGETS) - set(lora.STEERING)
 
 
 @pytest.mark.parametrize(

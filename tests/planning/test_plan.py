@@ -15,6 +15,7 @@ from gspo_jax.engine import build
 from gspo_jax.errors import UserError
 from gspo_jax.models import flops, published
 from gspo_jax.models.published import find
+from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import make_mesh
 from gspo_jax.planning import costs, cycles, executed, hlo, loads, memory, rates, topology
 from gspo_jax.planning.ahead import LiveBuffer
@@ -23,7 +24,7 @@ from gspo_jax.planning.setting import Setting
 from gspo_jax.planning.show import cycles_table
 from gspo_jax.rollout.sampling import StopRule
 from gspo_jax.setup.checks import check
-from gspo_jax.setup.meshes import Meshes
+from gspo_jax.setup.meshes import Meshes, check_sizes
 from gspo_jax.setup.policy import model_config
 from tests import ahead
 from tests.pods import drawer
@@ -58,6 +59,22 @@ def test_recipes_are_configs(name):
     assert model_config(config) == find("Qwen3-30B-A3B")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "chips"),
+    [
+        *(("mixtures.py:Qwen3.5-35B-A3B", 64), ("mixtures.py:GLM-4.7-Flash", 64), ("mixtures.py:GLM-4.5-Air", 128)),
+        *(("one_host.py:Qwen3.5-35B-A3B", 8), ("one_host.py:GLM-4.7-Flash", 8)),
+    ],
+)
+def test_recipes_of_other_mixtures_are_configs(recipe, chips):
+    config = cli.load_config(f"configs/{recipe}")
+    model = check(config)
+    assert model == find(recipe.partition(":")[2])
+    sizes = dict(zip(mesh_lib.AXES, mesh_lib.mesh_sizes(dict(config.mesh), chips), strict=True))
+    check_sizes(config, model, sizes)
+    assert cli.load_config("configs/mixtures.py:r3").routing.replay == "r3"
+
+
 @pytest.mark.parametrize("size", ["0.6B", "1.7B", "4B", "8B"])
 def test_dense_recipes_are_configs(size):
     config = cli.load_config(f"configs/qwen3_dense.py:{size}")
@@ -75,6 +92,8 @@ def test_dense_recipes_are_configs(size):
         (f"{RECIPE}:48", "cannot be laid out on 48 chips; use 16, 32 or a multiple of 64"),
         ("configs/qwen3_dense.py:7B", "takes no argument '7B'; did you mean"),
         ("configs/qwen3_235b_a22b.py:most", "takes no argument 'most'; use least, or none"),
+        ("configs/mixtures.py:GLM-4.7", "takes no argument 'GLM-4.7'; did you mean 'GLM-4.7-Flash'"),
+        ("configs/mixtures.py:GLM-4.7-Flash,GLM-4.5-Air", "one model, not GLM-4.7-Flash and GLM-4.5-Air; name one"),
     ],
 )
 def test_wrong_arguments_of_recipes(config, says):
@@ -347,7 +366,7 @@ def test_tables_of_the_page_are_written_from_plans(tmp_path):
         assert "old" not in written and written.endswith("after\n") and written.count("text\n") == len(NAMES)
         for line in (
             "| `configs/some.py:v6e` | `v5p:4x4x4` | 102.8 | 53.5 | 1135 | 238 | 1824 | 301, 103 | memory | 854 "
-            "| 53.5 + 5.7 | 4.8 | 11.6 |",
+            "| 53.5 + 5.7 | 4.8 | 11.6 | 854 |",
             "| `sample_decode` | 53.5 | 5.7 | 418.6 | 900 | 700 | 301, – | 4.8 | 238 | 11.6 | 854 | 2200 to 2500 |",
             "| `update` | 1824 | 510 | 0.0 | 0.0 | 0.0 | 0.0 | 0.0 | 0.0 | 8.9 |",
             "| `model.remat=full`, `mesh.tensor=2` | 53.5 | 1135 | 238 | 1824 | 301, 103 | 180.5 |",
