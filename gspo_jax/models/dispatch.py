@@ -6,6 +6,9 @@ Two ways compute the same Σ_k w_k · down_e(silu(gate_e x) · up_e x), with e t
 * `ragged_all_to_all` sends each (token, expert) pair to its expert's shard. Not on CPU. Without a gradient pairs travel
   in blocks of 8 rows, which each sender fills up for each expert.
 
+A decode step on TPU gathers its few tokens, whatever the dispatch, and a kernel picks each expert's from them
+(kernels/decode_experts_tpu.py).
+
 With ep shards of n tokens of width D and balanced experts, each shard sends and receives (ep-1)·n·D by gather,
 (ep-1)/ep·K·n·D by ragged_all_to_all. Gather is lighter while ep <= K. Up to ep·n·min(K, E/ep) pairs may arrive at a
 shard. Buffers (`experts`), sized at compile time, hold a multiple of a balanced load and are refilled if more arrive.
@@ -49,7 +52,9 @@ BLOCK = 8
 _FEW = 2**17
 """Most rows of a buffer that fits all pairs, whoever they are for, where it has no gradient."""
 _MOST_PICKED = 2**13
-"""Most tokens of a group that one shard computes its experts of without a sort."""
+"""Most tokens of a group that go to all of its shards, each of which computes what its own experts give."""
+_WIDEST_STEP = 16
+"""Most tokens of a text in a decode step. A prefill has more."""
 _ROOM = 4
 """Size of larger ones, as a multiple of a balanced load. They are used again if more arrive."""
 
@@ -152,10 +157,10 @@ def _picked(
     return jax.lax.psum_scatter(y.reshape(shards, N, D), "expert")
 
 
-def _takes_picked(x: Array, kernels: ExpertKernels) -> bool:
-    """Return True for few tokens, in whole tiles, of a TPU's decode step or short prefill."""
+def _takes_picked(x: Float[Array, "B T D"], kernels: ExpertKernels) -> bool:
+    """Return True for a decode step's tokens on TPU, in whole tiles."""
     whole = all(size % 128 == 0 for size in kernels.gate.weights.shape[-2:])
-    few = len(x) * jax.lax.axis_size("expert") <= _MOST_PICKED
+    few = x.shape[1] <= _WIDEST_STEP and x.shape[0] * x.shape[1] * jax.lax.axis_size("expert") <= _MOST_PICKED
     return platform() == "tpu" and x.dtype == jnp.bfloat16 and whole and few
 
 
@@ -244,7 +249,7 @@ def exchange(
         tokens, ids = varying(_flat(x), "tensor"), _flat(experts)
         if "fsdp" in held_by:
             ids, own = _gathered(ids, own, keeps=keeps)
-        if layer is not None and _takes_picked(tokens, own):
+        if layer is not None and _takes_picked(x, own):
             y = _picked(tokens, ids, _flat(weights), own, layer=layer)
         elif dispatch == "gather" or shards == 1:  # one shard sends nothing
             y = _gather(tokens, ids, _flat(weights), own, layer=layer)

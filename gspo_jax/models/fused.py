@@ -37,6 +37,7 @@ from gspo_jax.models.moe import MLP, MoE, Routes, softmax_router
 from gspo_jax.parallel import spread
 from gspo_jax.parallel.mesh import AXES, has_mesh, manual_axes
 
+
 def applies(config: ModelConfig, layers: Any, cache: Cache) -> bool:
     """Return True if the kernels compute these stacks and this cache on the platform in scope."""
     alternate = len(config.runs) < len(config.stacks)
