@@ -226,12 +226,11 @@ def test_ragged_all_to_all_is_refused_on_cpu():
 
 @contextlib.contextmanager
 def picked_on_cpu():
+    """Interpret the kernel, which knows no axes that values vary over."""
     with (
         mock.patch.object(dispatch_lib, "_takes_picked", lambda *_: True),
         mock.patch.object(dispatch_lib, "_picked", functools.partial(dispatch_lib._picked, interpret=True)),
-        mock.patch.object(
-            jax, "shard_map", functools.partial(jax.shard_map, check_vma=False)
-        ),  # nor has an interpreter
+        mock.patch.object(jax, "shard_map", functools.partial(jax.shard_map, check_vma=False)),
     ):
         yield
 
