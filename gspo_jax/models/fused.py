@@ -27,7 +27,7 @@ from gspo_jax.kernels.decode_experts_tpu import experts_sum
 from gspo_jax.kernels.decode_mlp_tpu import mlp
 from gspo_jax.kernels.decode_output_tpu import RouteLog, Router, output_and_routes, projection
 from gspo_jax.kernels.decode_qkv_tpu import HeadNorms, heads, rotation
-from gspo_jax.kernels.decode_tpu import RANKS, Adapter, Stacked
+from gspo_jax.kernels.decode_tpu import LANES, RANKS, Adapter, Stacked, vmem_limit
 from gspo_jax.kernels.kv import KV, parts
 from gspo_jax.models.attention import Attention
 from gspo_jax.models.cache import Cache, DecodeSlots
@@ -68,6 +68,16 @@ def _fits(config: ModelConfig, cache: Cache) -> bool:
     whole = config.head_dim % 64 == 0 and config.hidden_size % 128 == 0 and config.rotary_dim == config.head_dim
     plain = config.attention_multiplier is None and config.residual_multiplier == 1
     return keys.shape[3] % (32 // keys.dtype.itemsize) == 0 and whole and plain
+
+
+def attends(config: ModelConfig, cache: Cache, tokens: int) -> bool:
+    """Return True if the attention kernel alone takes this cache, and a step's heads of so many tokens at once."""
+    if platform() != "tpu" or _sharded("tensor"):
+        return False
+    keys, _ = parts(cache.k)
+    Kv, columns, width = keys.shape[2:]
+    heads = (config.num_heads + (1 if cache.v is None else 2) * Kv) * tokens * -(-width // LANES) * LANES * 4
+    return columns % (32 // keys.dtype.itemsize) == 0 and width % 64 == 0 and heads <= vmem_limit() // 4
 
 
 def _sharded(axis: str) -> bool:
