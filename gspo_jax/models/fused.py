@@ -7,7 +7,8 @@
     experts    of the rows that the held experts got (decode_experts_tpu.py), or the dense SwiGLU (decode_mlp_tpu.py)
                one reduce-scatter, whose result y the next layer adds
 
-Other layers, and other platforms, take `Transformer`'s own step, which computes the same.
+Other layers, and other platforms, take `Transformer`'s own step, which computes the same. On TPU it has two of the
+kernels: attention (`attends`) and experts (models/dispatch.py).
 """
 
 import dataclasses
