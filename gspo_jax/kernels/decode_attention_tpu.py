@@ -370,7 +370,8 @@ def _kernel(
         new = [_new(heads, Kv * g, Kv, b * queries + j, scaled, len(buffers)) for j in range(queries)]
         for head in range(Kv):
             out_sum, most, weights = total[head], highest[head][:, :1], weight[head][:, :1]
-            for j, ((k, k_scale), *_, (v, v_scale)) in enumerate(pair * (3 - len(pair)) for pair in new):
+            for j, of_token in enumerate(new):
+                (k, k_scale), (v, v_scale) = of_token[0], of_token[-1]
                 score = jnp.sum(q[head].astype(jnp.float32) * k[head : head + 1], axis=1, keepdims=True) * h**-0.5
                 score = score if k_scale is None else score * k_scale[head : head + 1]
                 if queries > 1:

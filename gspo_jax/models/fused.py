@@ -188,7 +188,7 @@ def decode(
 
     def run(
         x: Array, leaves: list[Array], slots: DecodeSlots, prompts: Array, positions: Array
-    ) -> tuple[Array, tuple[KV, KV], list[Routes | None]]:
+    ) -> tuple[Array, tuple[KV, ...], list[Routes | None]]:
         stacks, cache = tree.unflatten(leaves)
         return _decode(x, stacks, slots, prompts, positions, cache, config, interpret)
 
@@ -209,7 +209,7 @@ def _decode(
     cache: Cache,
     config: ModelConfig,
     interpret: bool,
-) -> tuple[Array, tuple[KV, KV], list[Routes | None]]:
+) -> tuple[Array, tuple[KV, ...], list[Routes | None]]:
     assert cache.v is not None, "these layers have values"
     turn = rotation(positions, config.rope_frequencies(), config.rope_amplitude)
     first, found, pools = 0, [], (cache.k, cache.v)
@@ -251,7 +251,7 @@ def _own_rows(rows: Array, axis: int, count: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(rows, jax.lax.axis_index("expert") * count, count, axis=axis)
 
 
-_State = tuple[Float[Array, "B D"], Float[Array, "B D"], tuple[KV, KV], RouteLog | None]
+_State = tuple[Float[Array, "B D"], Float[Array, "B D"], tuple[KV, ...], RouteLog | None]
 """Residual stream, what is to be added to it, pools, and the routes of the stack."""
 
 
@@ -271,7 +271,7 @@ class _Step(NamedTuple):
     """Id of the first expert held here."""
     interpret: bool
 
-    def attend(self, own: Array, pools: tuple[KV, KV], layer: Array, dtype: Any) -> tuple[Array, tuple[KV, KV]]:
+    def attend(self, own: Array, pools: tuple[KV, ...], layer: Array, dtype: Any) -> tuple[Array, tuple[KV, ...]]:
         assert self.cache.prompt_v is not None, "these layers have values"
         prompts, where = (self.cache.prompt_k, self.cache.prompt_v), layer + self.first
         return paged_attention(own, prompts, pools, self.visits, layer=where, dtype=dtype, interpret=self.interpret)
