@@ -36,7 +36,7 @@ _ROWS = 8
 """Rows of numbers per token: c, then β of each value head."""
 MOST_VALUES = _ROWS // 2
 """Most value heads of a key head."""
-_BLOCK = 16
+_BLOCK = 8
 """Size of blocks inverted by substitution."""
 _EPS = 1e-6
 """Added to squared lengths of q and k."""
@@ -172,7 +172,9 @@ class _Room(NamedTuple):
         values, lowers = self.decays.shape[1], []
         for chunk in chunks:
             i, total = chunk.number, chunk.numbers
-            q_over, k_over = (_over_length(x) for x in (chunk.q, chunk.k))
+            for n, x in enumerate((chunk.q, chunk.k)):
+                self.turned[i, :, n * CHUNK : (n + 1) * CHUNK] = x.T
+            q_over, k_over = (_over_length(x.T) for x in (chunk.q, chunk.k))
             q_over *= chunk.q.shape[1] ** -0.5
             run, prompt = (jnp.exp(total) * chunk.flags[n : n + 1] for n in range(2))
             weights = (_Reads.of(total, token).weights * k_over for token in chunk.tokens)
@@ -181,8 +183,6 @@ class _Room(NamedTuple):
             rest = jnp.zeros((LANES - len(rows) * _ROWS, CHUNK), jnp.float32)
             columns = jnp.concatenate([*rows, rest], axis=0).T
             self.columns[i] = columns
-            for n, x in enumerate((chunk.q, chunk.k)):
-                self.turned[i, :, n * CHUNK : (n + 1) * CHUNK] = x.T
             column = _columns(columns)
             products = _dot(jnp.concatenate([chunk.q, chunk.k], axis=0), chunk.k, 1, 1)
             self.products[i, :CHUNK] = products[:CHUNK]
@@ -210,9 +210,9 @@ class _Given(NamedTuple):
     tokens: Sequence[_Token]
 
 
-def _over_length(x: Float[Array, "C k"]) -> Float[Array, "1 C"]:
+def _over_length(x: Float[Array, "k C"]) -> Float[Array, "1 C"]:
     x = x.astype(jnp.float32)
-    return jax.lax.rsqrt((x * x).T.sum(axis=0, keepdims=True) + _EPS)
+    return jax.lax.rsqrt((x * x).sum(axis=0, keepdims=True) + _EPS)
 
 
 def _columns(x: Any) -> Callable[[str, int], Float[Array, "C 1"]]:
@@ -253,12 +253,18 @@ class _Chunk(NamedTuple):
 
 
 def _advance(
-    room: _Room, chunk: _Chunk, v: Any, before: Any, after: Any, known: Any, put: Callable[[int, Array, Array], None]
+    room: _Room,
+    chunk: _Chunk,
+    v: Any,
+    before: Any,
+    after: Any,
+    known: Any,
+    put: Callable[[list[Array], list[Array]], None],
 ) -> None:
     """Take one chunk of all value heads: write the states after it.
 
-    `known` gets exp(c) S^T k of the keys, times |k|; if it has room for them, first that of the queries. put(j, error,
-    Δ) takes what was computed.
+    `known` gets exp(c) S^T k of the keys; if it has room for them, first that of the queries, times |q|'.
+    put(errors, Δs) takes v − exp(c) S^T k and Δ of all heads.
     """
     values, C, column = len(known), CHUNK, chunk.column
     rows = chunk.both if known.shape[1] > C else chunk.k
@@ -278,14 +284,20 @@ def _advance(
 
     read(0, "run", first)
     pl.when(chunk.reads_prompt)(lambda: read(1, "prompt", second))
-    deltas = []
-    for j in range(values):
-        error = v[_at(chunk.number), j * LANES : (j + 1) * LANES].astype(jnp.float32) - known[j, len(rows) - C :]
-        delta = _dot(room.inverses[chunk.number, j], column("numbers", values + j) * error)
-        put(j, error, delta)
-        after[0, j] = _state(chunk, column("of_last", j), chunk.reads[0], delta, before, j)
-        after[1, j] = before[1, j]
-        deltas.append(delta)
+    errors = [
+        v[_at(chunk.number), j * LANES : (j + 1) * LANES].astype(jnp.float32) - known[j, len(rows) - C :]
+        for j in range(values)
+    ]
+    deltas = [
+        _dot(room.inverses[chunk.number, j], column("numbers", values + j) * error) for j, error in enumerate(errors)
+    ]
+    put(errors, deltas)
+    # All are read before any is written: to the compiler they may be the same.
+    new = [_state(chunk, column("of_last", j), chunk.reads[0], delta, before, j) for j, delta in enumerate(deltas)]
+    prompt = before[1]
+    for j, state in enumerate(new):
+        after[0, j] = state
+    after[1] = prompt
 
     @pl.when(chunk.tokens[1].place >= 0)
     def _() -> None:
@@ -372,11 +384,12 @@ def _forward_kernel(
         chunk = _Chunk.at(room, i, table, first + i, q, k, numbers)
         before, after = states.at[number % 2], states.at[(number + 1) % 2]
 
-        def put(j: int, error: Array, delta: Array) -> None:
-            del error
-            deltas[j] = delta
-            o = known[j, :C] + _dot(room.products[i, :C] * room.decays[i, j], delta)
-            out[at, j * LANES : (j + 1) * LANES] = (chunk.column("over", 0) * o).astype(out.dtype)
+        def put(errors: list[Array], found: list[Array]) -> None:
+            del errors
+            for j, delta in enumerate(found):
+                deltas[j] = delta
+                o = known[j, :C] + _dot(room.products[i, :C] * room.decays[i, j], delta)
+                out[at, j * LANES : (j + 1) * LANES] = (chunk.column("over", 0) * o).astype(out.dtype)
 
         _advance(room, chunk, v, before, after, known, put)
 
@@ -442,8 +455,9 @@ def _backward_kernel(
     def again(i: Any) -> None:
         chunk = _Chunk.at(room, i, table, first + i, q, k, numbers)
 
-        def put(j: int, error: Array, delta: Array) -> None:
-            errors[i, j], deltas[i, j] = error, delta
+        def put(own_errors: list[Array], own_deltas: list[Array]) -> None:
+            for j, (error, delta) in enumerate(zip(own_errors, own_deltas, strict=True)):
+                errors[i, j], deltas[i, j] = error, delta
 
         _advance(room, chunk, v, states.at[i], states.at[i + 1], known, put)
 
