@@ -27,6 +27,9 @@ from jaxtyping import Array, Float, Int
 from gspo_jax.kernels.backend import unchecked
 from gspo_jax.kernels.visits_tpu import LANES
 
+NAME = "delta_rule"
+CYCLES = {f"{NAME}_backward": 3100, NAME: 1400}
+"""Of a chunk and a value head: what the compiler schedules (libtpu 0.0.50.1, v5p, two value heads to a key head)."""
 CHUNK = LANES
 _GROUP = 4
 """Most chunks of a grid step."""
@@ -333,6 +336,10 @@ def _at(i: Any) -> Any:
     return pl.ds(pl.multiple_of(i * CHUNK, CHUNK), CHUNK)
 
 
+def _parts(qkv: Any) -> tuple[Any, Any, Any]:
+    return qkv.at[:, :LANES], qkv.at[:, LANES : 2 * LANES], qkv.at[:, 2 * LANES :]
+
+
 def _fill(room: _Room, table: Any, first: Any, seen: Any, flags: Any, numbers: Any, q: Any, k: Any) -> None:
     """Prepare all chunks of a group, the first of which has this number."""
     group = len(seen)
@@ -355,9 +362,7 @@ def _forward_kernel(
     seen: Any,
     flags: Any,
     numbers: Any,
-    q: Any,
-    k: Any,
-    v: Any,
+    qkv: Any,
     out: Any,
     found: Any,
     *rest: Any,
@@ -365,7 +370,7 @@ def _forward_kernel(
 ) -> None:
     """`found` gets the states at the tokens of `read`, of which counts[n] come before chunk n."""
     *kept, states, known, deltas, held, sent = rest[: -len(_Room._fields)]
-    room = _Room(*rest[-len(_Room._fields) :])
+    room, (q, k, v) = _Room(*rest[-len(_Room._fields) :]), _parts(qkv)
     head, n = pl.program_id(0), pl.program_id(2)
     first = (pl.program_id(1) * pl.num_programs(2) + n) * group
     values, C = len(known), CHUNK
@@ -413,14 +418,10 @@ def _backward_kernel(
     seen: Any,
     flags: Any,
     numbers: Any,
-    q: Any,
-    k: Any,
-    v: Any,
+    qkv: Any,
     kept: Any,
     grads: Any,
-    dq: Any,
-    dk: Any,
-    dv: Any,
+    d_qkv: Any,
     d_numbers: Any,
     states: Any,
     known: Any,
@@ -443,6 +444,7 @@ def _backward_kernel(
     row, n = pl.program_id(1), pl.num_programs(2) - 1 - pl.program_id(2)
     first = (row * pl.num_programs(2) + n) * group
     values, C, room = len(known), CHUNK, _Room(*of_room)
+    (q, k, v), (dq, dk, dv) = _parts(qkv), _parts(d_qkv)
 
     @pl.when(pl.program_id(2) == 0)
     def _() -> None:
@@ -601,8 +603,8 @@ class _Specs(NamedTuple):
     seen: pl.BlockSpec
     flags: pl.BlockSpec
     numbers: pl.BlockSpec
-    keys: pl.BlockSpec
-    values: pl.BlockSpec
+    qkv: pl.BlockSpec
+    out: pl.BlockSpec
     states: pl.BlockSpec
 
     @classmethod
@@ -616,7 +618,7 @@ class _Specs(NamedTuple):
             pl.BlockSpec((group, CHUNK, CHUNK), lambda h, b, n, *_: (step(b, n), 0, 0)),
             pl.BlockSpec((group, _ROWS, CHUNK), lambda h, b, n, *_: (step(b, n), 0, 0)),
             pl.BlockSpec((None, group, _ROWS, CHUNK), lambda h, b, n, *_: (h, step(b, n), 0, 0)),
-            pl.BlockSpec((group * CHUNK, L), lambda h, b, n, *_: (step(b, n), h)),
+            pl.BlockSpec((group * CHUNK, (2 + values) * L), lambda h, b, n, *_: (step(b, n), h)),
             pl.BlockSpec((group * CHUNK, values * L), lambda h, b, n, *_: (step(b, n), h)),
             pl.BlockSpec((None, None, 2, values, L, L), lambda h, b, n, *_: (h, step(b, n), 0, 0, 0, 0)),
         )
@@ -626,13 +628,12 @@ def _states(*lead: int) -> Any:
     return pltpu.VMEM((*lead, LANES, LANES), jnp.float32)
 
 
-def _run(
-    q: Array, k: Array, v: Array, numbers: Array, places: "_Places", rows: _Rows, *, keep: bool
-) -> tuple[Array, ...]:
+def _run(qkv: Array, numbers: Array, places: "_Places", rows: _Rows, *, keep: bool) -> tuple[Array, ...]:
     """Return o, the states that were read, and with `keep` the states before each group."""
     specs, values, heads = _Specs.of(rows), rows.values, len(numbers)
     read = jax.ShapeDtypeStruct((places.read.shape[1], heads, values, LANES, LANES), jnp.float32)
     kept = jax.ShapeDtypeStruct((heads, rows.rows * rows.groups, 2, values, LANES, LANES), jnp.float32)
+    out = jax.ShapeDtypeStruct((len(qkv), heads * values * LANES), qkv.dtype)
     return _call(
         _forward_kernel,
         rows,
@@ -641,11 +642,10 @@ def _run(
             (places.seen, specs.seen),
             (places.flags, specs.flags),
             (numbers, specs.numbers),
-            *((x, specs.keys) for x in (q, k)),
-            (v, specs.values),
+            (qkv, specs.qkv),
         ),
         (
-            (jax.ShapeDtypeStruct(v.shape, v.dtype), specs.values),
+            (out, specs.out),
             (read, pl.BlockSpec(memory_space=pl.ANY)),
             *([(kept, specs.states)] if keep else []),
         ),
@@ -654,9 +654,9 @@ def _run(
             pltpu.VMEM((values, 2 * CHUNK, LANES), jnp.float32),
             *[_states(values)] * 2,
             pltpu.SemaphoreType.DMA,
-            *_Room.shapes(rows, q.dtype),
+            *_Room.shapes(rows, qkv.dtype),
         ),
-        "delta_rule",
+        NAME,
     )
 
 
@@ -674,22 +674,22 @@ class _Places(NamedTuple):
     counts: Int[Array, " n+1"]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _rule(q: Array, k: Array, v: Array, numbers: Array, places: _Places, rows: _Rows) -> tuple[Array, Array]:
-    out, found = _run(q, k, v, numbers, places, rows, keep=False)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _rule(qkv: Array, numbers: Array, places: _Places, rows: _Rows) -> tuple[Array, Array]:
+    out, found = _run(qkv, numbers, places, rows, keep=False)
     return out, found
 
 
-def _rule_forward(q: Any, k: Any, v: Any, numbers: Any, places: Any, rows: _Rows) -> tuple[tuple[Array, Array], Any]:
-    q, k, v, numbers = (x.value for x in (q, k, v, numbers))
-    places = jax.tree.map(lambda x: x.value, places, is_leaf=lambda x: hasattr(x, "perturbed"))
-    out, found, kept = _run(q, k, v, numbers, places, rows, keep=True)
+def _rule_forward(qkv: Any, numbers: Any, places: Any, rows: _Rows) -> tuple[tuple[Array, Array], Any]:
+    given = qkv, numbers, places
+    qkv, numbers, places = jax.tree.map(lambda x: x.value, given, is_leaf=lambda x: hasattr(x, "perturbed"))
+    out, found, kept = _run(qkv, numbers, places, rows, keep=True)
     out, kept = (checkpoint_name(x, "dot") for x in (out, kept))
-    return (out, found), (q, k, v, numbers, places, kept)
+    return (out, found), (qkv, numbers, places, kept)
 
 
 def _rule_backward(rows: _Rows, residuals: Any, grads: Any) -> tuple[Any, ...]:
-    q, k, v, numbers, places, kept = residuals
+    qkv, numbers, places, kept = residuals
     d_out, d_found = grads
     if not isinstance(d_found, jax.custom_derivatives.SymbolicZero):
         raise NotImplementedError("states have no gradient on TPU")
@@ -705,15 +705,11 @@ def _rule_backward(rows: _Rows, residuals: Any, grads: Any) -> tuple[Any, ...]:
             (places.seen, specs.seen),
             (places.flags, specs.flags),
             (numbers, specs.numbers),
-            *((x, specs.keys) for x in (q, k)),
-            (v, specs.values),
+            (qkv, specs.qkv),
             (kept, specs.states),
-            (d_out, specs.values),
+            (d_out, specs.out),
         ),
-        [
-            (jax.ShapeDtypeStruct(x.shape, x.dtype), spec)
-            for x, spec in ((q, specs.keys), (k, specs.keys), (v, specs.values), (numbers, specs.numbers))
-        ],
+        [(jax.ShapeDtypeStruct(x.shape, x.dtype), of) for x, of in ((qkv, specs.qkv), (numbers, specs.numbers))],
         (
             _states(group + 1, 2, values),
             one,
@@ -723,9 +719,9 @@ def _rule_backward(rows: _Rows, residuals: Any, grads: Any) -> tuple[Any, ...]:
             *[one] * 3,
             pltpu.VMEM((values, 2 * C, LANES), jnp.float32),
             pltpu.VMEM((_ROWS, C), jnp.float32),
-            *_Room.shapes(rows, q.dtype),
+            *_Room.shapes(rows, qkv.dtype),
         ),
-        "delta_rule_backward",
+        f"{NAME}_backward",
     )
     return *found, None
 
@@ -798,5 +794,7 @@ def delta_rule(
     total = jnp.einsum("ncd,hnrd->hnrc", seen.astype(jnp.float32), of_heads(g), precision=high)
     rest = jnp.zeros((Hk, B * n, _ROWS - 2 * r, CHUNK), jnp.float32)
     numbers = jnp.concatenate([total, of_heads(beta), rest], axis=2)
-    out, found = _rule(*(x.reshape(B * N, -1) for x in (q, k, v)), numbers, places, rows)
+    # The compiler finds them so in the convolution's output, and copies nothing.
+    qkv = jnp.concatenate([q, k, v.reshape(B, N, Hk, r * dv)], axis=-1).reshape(B * N, -1)
+    out, found = _rule(qkv, numbers, places, rows)
     return out.reshape(v.shape), found.reshape(-1, Hv, dk, dv)

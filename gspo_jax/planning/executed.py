@@ -15,6 +15,7 @@ import numpy as np
 from gspo_jax.kernels import (
     decode_attention_tpu,
     decode_experts_tpu,
+    delta_rule_tpu,
     packed_attention_tpu,
     visits_tpu,
 )
@@ -27,7 +28,7 @@ from gspo_jax.planning.setting import Setting
 
 GROUPED: tuple[str, ...] = ("grouped_matmul", "grouped_outer")
 """Name prefixes."""
-ATTENTION: tuple[str, ...] = ("packed_", "paged_attention")
+ATTENTION: tuple[str, ...] = ("packed_", "paged_attention", delta_rule_tpu.NAME)
 """Name prefixes."""
 
 
@@ -42,6 +43,7 @@ def kernels(setting: Setting, name: str) -> Kernels:
         return OpWork(fill * call.declared.flops, call.declared.bytes, visits)
 
     own = {"paged_attention": _paged(setting), "decode_experts": _decode_experts(setting, name)}
+    own[delta_rule_tpu.NAME] = _delta_rule(setting)
     return own | {"packed_attention": packed, ROW_SUMS: sums, **dict.fromkeys(GROUPED, grouped)}
 
 
@@ -109,6 +111,19 @@ def _paged(setting: Setting) -> Callable[[KernelCall], OpWork]:
     def work(call: KernelCall) -> OpWork:
         blocks = math.ceil(call.declared.bytes / decode_attention_tpu.BLOCK_BYTES)
         return OpWork(call.declared.flops, call.declared.bytes, math.ceil(blocks / setting.chip.cores))
+
+    return work
+
+
+def _delta_rule(setting: Setting) -> Callable[[KernelCall], OpWork]:
+    """Count the cycles of each chunk and value head."""
+
+    def work(call: KernelCall) -> OpWork:
+        cycles = next(n for kernel, n in delta_rule_tpu.CYCLES.items() if call.name.startswith(kernel))
+        rows = (a for a in (*call.operands, *call.results) if len(a.dims) == 2 and a.dtype in ("bf16", "f32"))
+        tokens, width = min(a.dims for a in rows)  # of the outputs, or of their gradient
+        chunks, chip = tokens * width / delta_rule_tpu.CHUNK**2, setting.chip
+        return OpWork(chunks * cycles * chip.flops / (chip.clock * chip.cores), call.declared.bytes)
 
     return work
 
