@@ -22,7 +22,8 @@ and 6 dk dv with states: 147 kflop for C = 64, dk = dv = 128 and r = 2, beside 2
 projections. The least that must move is q, k, v and o: 4 (dk / r + dv) = 768 bytes in bfloat16. XLA takes the chunks of
 a row one after another, and in each reads the state twice and writes it once: 12 dk dv / C = 3 kB per token and value
 head, beside some 3 kB of float32 inputs and [C, C] matrices. The backward pass recomputes groups of `_GROUP` chunks and
-keeps two states for each, 8 dk dv / (C · `_GROUP`) = 256 bytes.
+keeps two states for each, 8 dk dv / (C · `_GROUP`) = 256 bytes. On TPU, Pallas kernels (delta_rule_tpu.py) do all that
+for heads of 128 columns.
 """
 
 import functools
@@ -273,7 +274,7 @@ def _padded(spans: Spans, padding: int) -> Spans:
 def _on_tpu(
     q: Array, k: Array, v: Array, g: Array, beta: Array, spans: Spans, ends: Array | None
 ) -> tuple[Array, Array]:
-    """Compute `delta_rule` by Pallas kernels."""
+    """Compute `delta_rule` by Pallas kernels. The states have no gradient."""
     B, N = v.shape[:2]
     padding = -N % (delta_rule_tpu.CHUNK * delta_rule_tpu.group_of(N))
     row, valid = N + padding, spans.valid[..., None]

@@ -11,6 +11,8 @@ tokens are rows, tokens along lanes, until one transposition makes columns of th
 
 (I + A)^-1 begins with blocks on the diagonal, by substitution in float32, and doubles them: of (L, 0; M, R) the inverse
 is (L^-1, 0; −R^-1 M L^-1, R^-1).
+
+What a layer executes in either form, beside the floor: docs/plan/cycles.md.
 """
 
 import functools

@@ -25,6 +25,7 @@ from gspo_jax.planning.cost_records import Cost, Costs, KernelCall, OpWork
 from gspo_jax.planning.costs import Kernels
 from gspo_jax.planning.rates import Rates
 from gspo_jax.planning.setting import Setting
+from gspo_jax.planning.topology import Chip
 
 GROUPED: tuple[str, ...] = ("grouped_matmul", "grouped_outer")
 """Name prefixes."""
@@ -43,7 +44,7 @@ def kernels(setting: Setting, name: str) -> Kernels:
         return OpWork(fill * call.declared.flops, call.declared.bytes, visits)
 
     own = {"paged_attention": _paged(setting), "decode_experts": _decode_experts(setting, name)}
-    own[delta_rule_tpu.NAME] = _delta_rule(setting)
+    own[delta_rule_tpu.NAME] = delta_rule(setting.chip)
     return own | {"packed_attention": packed, ROW_SUMS: sums, **dict.fromkeys(GROUPED, grouped)}
 
 
@@ -115,19 +116,6 @@ def _paged(setting: Setting) -> Callable[[KernelCall], OpWork]:
     return work
 
 
-def _delta_rule(setting: Setting) -> Callable[[KernelCall], OpWork]:
-    """Count the cycles of each chunk and value head."""
-
-    def work(call: KernelCall) -> OpWork:
-        cycles = next(n for kernel, n in delta_rule_tpu.CYCLES.items() if call.name.startswith(kernel))
-        rows = (a for a in (*call.operands, *call.results) if len(a.dims) == 2 and a.dtype in ("bf16", "f32"))
-        tokens, width = min(a.dims for a in rows)  # of the outputs, or of their gradient
-        chunks, chip = tokens * width / delta_rule_tpu.CHUNK**2, setting.chip
-        return OpWork(chunks * cycles * chip.flops / (chip.clock * chip.cores), call.declared.bytes)
-
-    return work
-
-
 def _decode_experts(setting: Setting, name: str) -> Callable[[KernelCall], OpWork]:
     """Count whole parts of experts' rows on the busiest shard, and the one-hot products that pick and return them."""
 
@@ -139,6 +127,19 @@ def _decode_experts(setting: Setting, name: str) -> Callable[[KernelCall], OpWor
         arriving = among * model.experts_per_token / shards
         parts = tokens / among * loads_lib.draw(arriving, model.num_experts, shards, skew=setting.skew).parts(rows)
         return OpWork(parts * rows * (6 * D * F + 4 * blocks * among * D), call.declared.bytes)
+
+    return work
+
+
+def delta_rule(chip: Chip) -> Callable[[KernelCall], OpWork]:
+    """Count the cycles of each chunk and value head."""
+
+    def work(call: KernelCall) -> OpWork:
+        cycles = next(n for kernel, n in delta_rule_tpu.CYCLES.items() if call.name.startswith(kernel))
+        rows = (a for a in (*call.operands, *call.results) if len(a.dims) == 2 and a.dtype in ("bf16", "f32"))
+        tokens, width = min(a.dims for a in rows)  # of the outputs, or of their gradient
+        chunks = tokens * width / delta_rule_tpu.CHUNK**2
+        return OpWork(chunks * cycles * chip.flops / (chip.clock * chip.cores), call.declared.bytes)
 
     return work
 
