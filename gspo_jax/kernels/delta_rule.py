@@ -275,8 +275,9 @@ def _on_tpu(
     q: Array, k: Array, v: Array, g: Array, beta: Array, spans: Spans, ends: Array | None
 ) -> tuple[Array, Array]:
     """Compute `delta_rule` by Pallas kernels. The states have no gradient."""
-    B, N = v.shape[:2]
-    padding = -N % (delta_rule_tpu.CHUNK * delta_rule_tpu.group_of(N))
+    B, N, Hv = v.shape[:3]
+    group = delta_rule_tpu.group_of(N, Hv // k.shape[2], v.dtype.itemsize)
+    padding = -N % (delta_rule_tpu.CHUNK * group)
     row, valid = N + padding, spans.valid[..., None]
     arrays = q, k, v, jnp.where(valid, g, 0), jnp.where(valid, beta, 0)
     arrays = (jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2))) for x in arrays)

@@ -27,7 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from gspo_jax.kernels.backend import unchecked
-from gspo_jax.kernels.visits_tpu import LANES
+from gspo_jax.kernels.visits_tpu import LANES, VMEM
 
 NAME = "delta_rule"
 CYCLES = {f"{NAME}_backward": 3100, NAME: 1400}
@@ -736,9 +736,12 @@ def fits(key_dim: int, value_dim: int, values_per_key: int) -> bool:
     return key_dim == value_dim == LANES and values_per_key <= MOST_VALUES
 
 
-def group_of(tokens: int) -> int:
-    """Return the chunks of a grid step."""
-    return next(n for n in (1, 2, _GROUP) if n * CHUNK >= tokens or n == _GROUP)
+def group_of(tokens: int, values: int, itemsize: int) -> int:
+    """Return the chunks of a grid step: up to four, as many as the backward kernel has VMEM for."""
+    matrix = 4 * CHUNK * LANES
+    one = 6 * values + 4 + itemsize * (1.5 * values + 2.5)
+    fitting = (n for n in (_GROUP, 2) if (n * one + 15 * values) * matrix <= VMEM and tokens > n // 2 * CHUNK)
+    return next(fitting, 1)
 
 
 def delta_rule(
@@ -763,7 +766,8 @@ def delta_rule(
       interpret: on any backend, slowly, for tests.
     """
     (B, N, Hk, dk), (Hv, dv) = k.shape, v.shape[2:]
-    group, r, n = group_of(N), Hv // Hk, N // CHUNK
+    r, n = Hv // Hk, N // CHUNK
+    group = group_of(N, r, v.dtype.itemsize)
     rows = _Rows(B, n // group, group, r, interpret)
     seen, of_run, of_prompt, last, prompt_last = (
         jnp.swapaxes(x, 0, 1).reshape(B * n, *x.shape[2:])
