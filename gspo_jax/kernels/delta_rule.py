@@ -214,7 +214,7 @@ def delta_rule(
     """Return o in v's dtype, 0 for padding, and the state at each row's last token. All float32 inside.
 
     Value head i reads key head i // (Hv / Hk). For `jax.checkpoint`, o and the states between groups of chunks are
-    named "dot".
+    named "dot". On TPU the states have no gradient if heads have 128 columns.
 
     Args:
       g: at most 0.
@@ -268,19 +268,20 @@ def _padded(spans: Spans, padding: int) -> Spans:
     B, N = own.shape
     after = jnp.arange(N, N + padding, dtype=own.dtype)[None] + 1
     own = jnp.concatenate([own, jnp.broadcast_to(after, (B, padding))], axis=1)
-    return Spans(*(jnp.pad(x, ((0, 0), (0, padding))) for x in (start, end)), own)
+    start, end = (jnp.pad(x, ((0, 0), (0, padding))) for x in (start, end))
+    return Spans(start, end, own)
 
 
 def _on_tpu(
     q: Array, k: Array, v: Array, g: Array, beta: Array, spans: Spans, ends: Array | None
 ) -> tuple[Array, Array]:
-    """Compute `delta_rule` by Pallas kernels. The states have no gradient."""
+    """Compute `delta_rule` by Pallas kernels."""
     B, N, Hv = v.shape[:3]
     group = delta_rule_tpu.group_of(N, Hv // k.shape[2], v.dtype.itemsize)
     padding = -N % (delta_rule_tpu.CHUNK * group)
     row, valid = N + padding, spans.valid[..., None]
     arrays = q, k, v, jnp.where(valid, g, 0), jnp.where(valid, beta, 0)
-    arrays = (jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2))) for x in arrays)
+    q, k, v, g, beta = (jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2))) for x in arrays)
     spans = _padded(spans, padding)
     chunks = _Chunk.of(spans, delta_rule_tpu.CHUNK)
     if ends is None:
@@ -290,7 +291,7 @@ def _on_tpu(
     else:
         there = ends < N
         read = jnp.where(there, ends, row)
-    out, found = delta_rule_tpu.delta_rule(*arrays, spans, chunks, read)
+    out, found = delta_rule_tpu.delta_rule(q, k, v, g, beta, spans, chunks, read)
     return out[:, :N], jnp.where(there[:, None, None, None], found, 0)
 
 

@@ -30,8 +30,9 @@ from gspo_jax.kernels.backend import unchecked
 from gspo_jax.kernels.visits_tpu import LANES, VMEM
 
 NAME = "delta_rule"
-CYCLES = {f"{NAME}_backward": 3100, NAME: 1400}
-"""Of a chunk and a value head: what the compiler schedules (libtpu 0.0.50.1, v5p, two value heads to a key head)."""
+CYCLES = {f"{NAME}_backward": 3150, NAME: 1400}
+"""Of a chunk and a value head, by how a kernel's name begins: what the compiler (libtpu 0.0.50.1) schedules on v5p for
+two value heads to a key head."""
 CHUNK = LANES
 _GROUP = 4
 """Most chunks of a grid step."""
@@ -71,7 +72,7 @@ def _halves(x: Array, dtype: Any) -> tuple[Array, Array]:
     return high, (x - high.astype(x.dtype)).astype(dtype)
 
 
-def _iota(shape: tuple[int, int], axis: int) -> Array:
+def _iota(shape: tuple[int, ...], axis: int) -> Array:
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
@@ -554,8 +555,8 @@ def _backward_kernel(
         d_k += found[C:] + _dot(both, rows, 0, 0)
         of_rows.append(jnp.zeros((_ROWS - values, C), jnp.float32))
         d_numbers[i] = columns.T[:_ROWS] + jnp.concatenate(of_rows, axis=0)
-        for out, grad, x, scale in ((dq, d_q, wide_q, LANES), (dk, d_k, wide_k, 1)):
-            over = column("over", 0 if out is dq else 1)
+        for n, (out, grad, x, scale) in enumerate(((dq, d_q, wide_q, LANES), (dk, d_k, wide_k, 1))):
+            over = column("over", n)
             inner = (x * grad).sum(axis=1, keepdims=True) * (scale * over * over)
             out[at, :] = (grad - x * inner).astype(out.dtype)
 
@@ -692,11 +693,11 @@ def _rule_forward(qkv: Any, numbers: Any, places: Any, rows: _Rows) -> tuple[tup
 
 def _rule_backward(rows: _Rows, residuals: Any, grads: Any) -> tuple[Any, ...]:
     qkv, numbers, places, kept = residuals
-    d_out, d_found = grads
-    if not isinstance(d_found, jax.custom_derivatives.SymbolicZero):
-        raise NotImplementedError("states have no gradient on TPU")
+    if not isinstance(grads[1], jax.custom_derivatives.SymbolicZero):
+        raise NotImplementedError("the delta rule's states have no gradient on TPU")
+    d_out: Any = grads[0]
     if isinstance(d_out, jax.custom_derivatives.SymbolicZero):
-        d_out = jnp.zeros(d_out.shape, d_out.dtype)
+        d_out = jnp.zeros((len(qkv), len(numbers) * rows.values * LANES), qkv.dtype)
     specs, values, group, C = _Specs.of(rows, reverse=True), rows.values, rows.group, CHUNK
     one = pltpu.VMEM((values, C, LANES), jnp.float32)
     found = _call(

@@ -9,6 +9,10 @@ import pytest
 
 from gspo_jax.kernels import delta_rule as kernel
 from gspo_jax.kernels import delta_rule_tpu
+from gspo_jax.planning import executed
+from gspo_jax.planning.cost_records import KernelCall, OpWork
+from gspo_jax.planning.hlo import Array
+from gspo_jax.planning.topology import CHIPS
 from tests.kernels import test_delta_rule as plain
 from tests.kernels.test_packed_attention import spans_of
 
@@ -25,11 +29,16 @@ ARGUMENTS = ("q", "k", "v", "g", "beta")
 
 @pytest.fixture
 def heads(monkeypatch):
-    """Give a function that sets how many key and value heads there are, of 128 columns, and makes the kernels run."""
+    """Give a function that sets how many key and value heads there are, of 128 columns, and chunks of a grid step.
+
+    The kernels run.
+    """
     monkeypatch.setattr(kernel, "platform", lambda: "tpu")
     monkeypatch.setattr(delta_rule_tpu, "delta_rule", partial(delta_rule_tpu.delta_rule, interpret=True))
 
-    def have(keys, values):
+    def have(keys, values, group=None):
+        if group is not None:
+            monkeypatch.setattr(delta_rule_tpu, "group_of", lambda *_: group)
         for name, value in (("HK", keys), ("HV", values), ("DK", 128), ("DV", 128)):
             monkeypatch.setattr(plain, name, value)
 
@@ -53,7 +62,7 @@ def last_states(arrays, texts, rows):
 
 def test_values_and_end_states_match_the_recurrence(heads):
     """States of any tokens, in order; zeros for no token."""
-    heads(1, 1)
+    heads(1, 1, group=1)
     N, rows = PACKINGS["groups"]
     drawn, texts = plain.draw(1, N), plain.texts_in(rows)
     ends = jnp.asarray([tokens[-1] for _, tokens, _ in texts] + [N + 64], jnp.int32)
@@ -75,7 +84,7 @@ def test_values_and_slopes_match_the_recurrence(packing, keys, values, dtype, he
 
     Bfloat16 is rounded on its way out, and float32 beside it to 2^-16.
     """
-    heads(keys, values)
+    heads(keys, values, group=1 if dtype == "bfloat16" else None)
     (N, rows), rng = PACKINGS[packing], np.random.default_rng(1)
     q, k, v, g, beta, *rest, do, _ = plain.draw(len(rows), N)
     given = *(jnp.asarray(a, dtype) for a in (q, k, v)), *(jnp.asarray(a, jnp.float32) for a in (g, beta))
@@ -106,3 +115,12 @@ def test_equal_keys_are_solved(heads):
     arrays = [jnp.asarray(a, jnp.float32) for a in (q, k, v, g, beta)]
     o, _ = jax.jit(kernel.delta_rule)(*arrays, spans_of(128, [[(128, [])]]))
     np.testing.assert_allclose(o[0], plain.recurrence(q[0], k[0], v[0], g[0], beta[0])[0], rtol=0, atol=3e-6)
+
+
+def test_plan_counts_cycles():
+    """Four chunks of two value heads, 8 · 3150 cycles of one core."""
+    qkv, out = (Array("bf16", (512, heads * 128), 0) for heads in (4, 2))
+    call = KernelCall("delta_rule_backward.3", (Array("s32", (13, 4), 0), qkv, out), (qkv,), OpWork(0.0, 5e6))
+    found, chip = executed.delta_rule(CHIPS["v5p"])(call), CHIPS["v5p"]
+    assert np.isclose(found.flops / chip.flops, 8 * 3150 / chip.clock / chip.cores)
+    assert found.bytes == 5e6
