@@ -1,16 +1,17 @@
 """A layer's gated delta rule on one TPU chip, as `plan` counts it: XLA's form, and the Pallas kernels in its place.
 
     LIBTPU_INIT_ARGS="--xla_jf_dump_to=DIR --xla_jf_dump_llo_text=true" JAX_PLATFORMS=cpu \\
-        python -m tests.tools.delta_rule_cycles v5p:2x2x1
+        python -m tests.tools.delta_rule_cycles v5p:2x2x1 kernels    # or XLA
 
 Compiled ahead of time for the heads of Qwen3.5-35B-A3B and a row of 16,384 tokens per chip, in bfloat16. With DIR it
-also prints what the compiler scheduled for the kernels: instructions (cycles, if none waits) between branches of a
-hundred or more. `delta_rule_tpu.CYCLES` is made of them.
+also prints what the compiler scheduled for the kernels: numbers of instructions (cycles, if none waits) between
+branches, from a hundred on. `delta_rule_tpu.CYCLES` is made of them.
 """
 
 import os
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -35,7 +36,7 @@ def rule(qkv, g, beta, spans):
 
 
 def count(target, *, backward):
-    """Return the executed milliseconds of one chip."""
+    """Return the executed milliseconds of one chip, by what bounds them; apart from copies, and XLA's inverse."""
     mesh, chip = topology.topology_mesh(target, {"fsdp": -1}), topology.CHIPS[topology.generation(target)]
     spec = PartitionSpec(mesh_lib.BATCH_AXES)
 
@@ -57,7 +58,12 @@ def count(target, *, backward):
         text = lowered.compile().as_text()
     kernels = {delta_rule_tpu.NAME: executed.delta_rule(chip)}
     program = costs.CostedProgram(text, kernels=kernels, machine=costs.Machine(cores=chip.cores))
-    return 1e3 * program.costs().executed(rates.assumed(topology.generation(target)))
+    assumed, found = rates.assumed(topology.generation(target)), Counter()
+    for cost in program.costs().operations:
+        kind = "copies" if cost.operation.startswith(("copy", "reshape", "transpose")) else cost.bound(assumed)
+        kind = "inverse" if "triangular_solve" in cost.scope else kind
+        found[kind] += 1e3 * cost.times * cost.seconds(assumed)
+    return found
 
 
 def show_schedules(folder):
@@ -75,14 +81,15 @@ def show_schedules(folder):
 
 
 def main() -> None:
-    (target,) = sys.argv[1:]
-    for name, fits in (("kernels", delta_rule_tpu.fits), ("XLA", lambda *_: False)):
-        with mock.patch.object(delta_rule_tpu, "fits", fits):
-            forward, both = (count(target, backward=backward) for backward in (False, True))
-        print(f"{name}: forward {forward:.1f} ms, forward and backward {both:.1f}", flush=True)
-        dumped = re.search(r"--xla_jf_dump_to=(\S+)", os.environ.get("LIBTPU_INIT_ARGS", ""))
-        if name == "kernels" and dumped:
-            show_schedules(dumped[1])
+    target, form = sys.argv[1:]
+    fits = {"kernels": delta_rule_tpu.fits, "XLA": lambda *_: False}[form]
+    with mock.patch.object(delta_rule_tpu, "fits", fits):
+        for name, backward in (("forward", False), ("forward and backward", True)):
+            found = count(target, backward=backward)
+            parts = ", ".join(f"{kind} {ms:.2f}" for kind, ms in found.most_common())
+            print(f"{form}, {name}: {sum(found.values()):.2f} ms ({parts})", flush=True)
+    if dumped := re.search(r"--xla_jf_dump_to=(\S+)", os.environ.get("LIBTPU_INIT_ARGS", "")):
+        show_schedules(dumped[1])
 
 
 if __name__ == "__main__":
