@@ -25,6 +25,7 @@ from gspo_jax.kernels.decode_mlp_tpu import mlp
 from gspo_jax.kernels.decode_output_tpu import RouteLog, Router, output_and_routes
 from gspo_jax.kernels.decode_qkv_tpu import heads
 from gspo_jax.kernels.decode_tpu import Adapter, Stacked
+from gspo_jax.kernels.delta_rule import delta_rule
 from gspo_jax.kernels.grouped_matmul import Scaled, grouped_matmuls
 from gspo_jax.kernels.kv import ScaledKV
 from gspo_jax.kernels.logprobs_tpu import softmax_sums
@@ -116,6 +117,17 @@ def packed(target, name, dtype, remat="none"):
         run = jax.shard_map(run, in_specs=(*specs, ends.sharding.spec), out_specs=specs[0])
         finish = compiled if remat == "none" else lowered
         return finish(run, q, k, k, Spans(ends, ends, ends), grads=q)
+
+
+def recurrent(target, name, dtype):
+    """Compile the gated delta rule of one row per chip, with two value heads to each of two key heads."""
+    mesh, tokens = topology.topology_mesh(target, {"fsdp": -1}), PACKED[name]
+    one, spec = of_mesh(mesh), PartitionSpec(mesh_lib.BATCH_AXES)
+    k, v = (one((mesh.size, tokens, heads, WIDTH), dtype, "batch") for heads in (2, 4))
+    g, ends = one((mesh.size, tokens, 4), jnp.float32, "batch"), one((mesh.size, tokens), jnp.int32, "batch")
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(lambda *x: delta_rule(*x)[0], in_specs=spec, out_specs=spec, check_vma=False)
+        return compiled(run, k, k, v, g, g, Spans(ends, ends, ends), grads=v)
 
 
 def experts(target, name, dtype):
@@ -331,6 +343,7 @@ def decode_int8_drafts(target, name, dtype):
 
 KERNELS = {
     packed: PACKED,
+    recurrent: ("long",),
     experts: ROWS,
     experts_int8: ("many", "few"),
     experts_adapted: ("many", "few"),
@@ -387,6 +400,8 @@ def test_the_tpu_compiler_takes_every_kernel(target):
             assert result["kernels"] == {"packed_visits": 1, "packed_attention": 1, "packed_attention_backward": 1}
             queries = PACKED[name] * HEADS // 2 * WIDTH * jnp.dtype(dtype).itemsize
             assert result["temporaries"] < 16 * queries
+        elif of is recurrent:
+            assert result["kernels"] == {"delta_rule": 1, "delta_rule_backward": 1}
         elif of is experts:
             kernels = {"visits": 1, "matmul": 1, "matmul_transposed": 1, "outer": 2}
             assert result["kernels"] == {f"grouped_{k}": n for k, n in kernels.items()}
