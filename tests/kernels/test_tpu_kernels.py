@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gspo_jax.kernels import pairs_tpu, router_tpu
 from gspo_jax.kernels.adapted_matmul import LowRank, adapted_matmuls
-from gspo_jax.kernels.decode_attention_tpu import Visits, paged_attention
+from gspo_jax.kernels.decode_attention_tpu import Visits, attend_paged, paged_attention
 from gspo_jax.kernels.decode_experts_tpu import experts_sum, packed_width
 from gspo_jax.kernels.decode_mlp_tpu import mlp
 from gspo_jax.kernels.decode_output_tpu import RouteLog, Router, output_and_routes
@@ -46,6 +46,8 @@ PACKED = {"long": 16384, "odd": 1000}
 """Tokens per packed row; the second number is no multiple of a block."""
 PAIRS = {"long": 16384, "short": 128}
 """Tokens that a prefill routes."""
+LATENTS = {"GLM-4.7-Flash": (20, 576)}
+"""Query heads, and the width of latents with their rotary key."""
 MODELS = {
     "30B": (2048, 32, 4, 128, 128, 768, 16, 512),
     "30B, many": (2048, 32, 4, 128, 128, 768, 112, 7168),
@@ -341,7 +343,29 @@ def decode_int8_drafts(target, name, dtype):
     return decode(target, name, dtype, "int8", queries=4)
 
 
+def latents(target, name, dtype):
+    """Compile a decode step's attention over latents, which are keys and values of all heads."""
+    mesh, (heads, width) = topology.topology_mesh(target, {"data": -1}), LATENTS[name]
+    slots, page, pages = 16, 256, 16
+
+    def one(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def run(q, new, prompt, pool, visits, layer):
+        visits = Visits.of(prompt, visits[0], pool, *visits[1:], arrays=1)
+        return attend_paged(q, (new,), (prompt,), (pool,), visits, layer=layer)
+
+    visits = one(jnp.int32, 4), one(jnp.int32, slots, pages), one(jnp.int32, slots), one(jnp.int32, slots, 1)
+    rows = one(dtype, slots, 1, heads, width), one(dtype, slots, 1, 1, width)
+    cache = one(dtype, 2, 4, 1, 512, width), one(dtype, 2, slots * pages, 1, page, width)
+    with jax.set_mesh(mesh):
+        axes, whole = set(mesh.axis_names), PartitionSpec()
+        run = jax.shard_map(run, in_specs=whole, out_specs=whole, axis_names=axes, check_vma=False)
+        return read(topology.lower(run, *rows, *cache, visits, one(jnp.int32)).compile())
+
+
 KERNELS = {
+    latents: LATENTS,
     packed: PACKED,
     recurrent: ("long",),
     experts: ROWS,
@@ -358,7 +382,7 @@ KERNELS = {
     decode_int8_drafts: ("30B",),
 }
 LARGEST = {(of, "many" if of.__name__.startswith("experts") else "long") for of in KERNELS}
-LARGEST |= {(decode, name) for name in MODELS}
+LARGEST |= {(decode, name) for name in MODELS} | {(latents, name) for name in LATENTS}
 LARGEST |= {(of, "30B") for of in (decode_int8, decode_drafts, decode_int8_drafts)}
 REMATERIALISED = ("dots", "full")
 
@@ -420,6 +444,8 @@ def test_the_tpu_compiler_takes_every_kernel(target):
             names = {turned: ("normed_rope", "normed_rope_backward"), sums: ("masked_sum",)}
             names |= {pairs: ("router", "pair_places", "pair_moves"), vocabulary: ("softmax_sums",)}
             assert result["kernels"] == dict.fromkeys(names[of], 1)
+        elif of is latents:
+            assert result["kernels"] == {"paged_attention": 1}
         elif of is experts_adapted:
             kernels = {f"grouped_{k}": 1 for k in ("matmul", "matmul_transposed", "outer_thin")}
             visits = result["kernels"].pop("grouped_visits")
