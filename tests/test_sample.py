@@ -169,7 +169,7 @@ def test_a_chat_on_a_terminal(run):
         ("/reset", "a new conversation, with its own system prompt"),
     ):
         if typed == "\x03":
-            time.sleep(0.5)  # Python shows a prompt before it waits for input, and hears a signal between them at the next key
+            time.sleep(0.5)  # a signal between the prompt and the wait for input is heard at the next key
         terminal.type(f"{typed}\r" if typed != "\x03" else typed)
         assert says in terminal.expect("\n> ")
     terminal.type("1+2=?\r")

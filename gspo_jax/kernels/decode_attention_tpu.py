@@ -6,6 +6,8 @@ where pages are smaller, several at once. A slot's last visit adds the tokens of
 and later ones, and writes them to their pages: the tile that holds the first is read ahead, changed in VMEM and copied
 back. A second tile holds no older token, and is only written.
 
+Keys may be values too, as in latent attention: then both are read from one array.
+
 The pool is one operand, aliased to a result, and the kernel copies pages itself: of an aliased operand given twice, for
 blocks to be copied from, the compiler makes a copy.
 """
@@ -44,11 +46,11 @@ class _Sizes(NamedTuple):
     """Columns of a page."""
 
     @classmethod
-    def of(cls, prompts: KV, pool: KV, most: int) -> "_Sizes":
-        """`most` is the pages of a slot."""
+    def of(cls, prompts: KV, pool: KV, most: int, arrays: int) -> "_Sizes":
+        """`most` is the pages of a slot, `arrays` 2, or 1 if keys are the values."""
         keys, scale = parts(pool)
         (Kv, C, h), scaled = keys.shape[2:], scale is not None
-        fitting = BLOCK_BYTES // (2 * Kv * head_bytes(h, keys.dtype, scaled=scaled))
+        fitting = BLOCK_BYTES // (arrays * Kv * head_bytes(h, keys.dtype, scaled=scaled))
         unit = LANES if scaled else _tile(keys)
         S = prompts.shape[3]
         prompt = S if S % unit else divisor(S, fitting, unit)
@@ -93,9 +95,11 @@ class Visits:
         table: Int[Array, "B W"],
         chosen: Int[Array, " B"],
         ages: Int[Array, "B Q"],
+        *,
+        arrays: int = 2,
     ) -> "Visits":
-        """List the visits of slots of prompts `chosen`, with `ages` as in `DecodeSlots`."""
-        (B, W), sizes = table.shape, _Sizes.of(prompts, pool, table.shape[1])
+        """List the visits of slots of prompts `chosen`, with `ages` as in `DecodeSlots`, `arrays` as in `_Sizes`."""
+        (B, W), sizes = table.shape, _Sizes.of(prompts, pool, table.shape[1], arrays)
         seen, own = lengths[chosen].astype(jnp.int32), jnp.maximum(ages[:, 0] - 1, 0).astype(jnp.int32)
         fed = (ages > 0).sum(axis=1, dtype=jnp.int32)
         count = _cdiv(seen, sizes.prompt) + _cdiv(own, sizes.pages * sizes.page)
@@ -196,9 +200,9 @@ def _stored(x: Float[Array, "Kv h"], scaled: bool) -> tuple[Array, Any]:
     return jnp.round(x / jnp.where(scale > 0, scale, 1.0)), scale
 
 
-def _new(heads: Any, first: int, keys: int, row: Any, scaled: bool) -> list[tuple[Array, Any]]:
-    """Return a token's keys and values, [Kv, h] with scales, as the cache stores them."""
-    rows = [heads[first + n * keys : first + (n + 1) * keys, pl.ds(row, 1), :] for n in range(2)]
+def _new(heads: Any, first: int, keys: int, row: Any, scaled: bool, arrays: int) -> list[tuple[Array, Any]]:
+    """Return a token's keys, and values, [Kv, h] with scales, as the cache stores them."""
+    rows = [heads[first + n * keys : first + (n + 1) * keys, pl.ds(row, 1), :] for n in range(arrays)]
     return [_stored(x.reshape(keys, -1), scaled) for x in rows]
 
 
@@ -231,7 +235,7 @@ def _kernel(
     total: Any,
     highest: Any,
     weight: Any,
-    buffers: tuple[_Buffers, _Buffers],
+    buffers: tuple[_Buffers, ...],
     pending: Any,
     done: Any,
     *,
@@ -316,7 +320,7 @@ def _kernel(
     def _() -> None:
         pending[0], pending[1] = 0, 0
         # Values of pages that are not there count 0 times.
-        for array in jax.tree.leaves(buffers[1].pages) if sizes.pages > 1 else ():
+        for array in jax.tree.leaves(buffers[-1].pages) if sizes.pages > 1 else ():
             array[:, 1:] = jnp.zeros((2, sizes.pages - 1, *array.shape[2:]), array.dtype)
         each(at, b2, lambda copy: copy.start())
 
@@ -345,7 +349,7 @@ def _kernel(
     @pl.when(at.valid & (at.number < at.prompt))
     def _() -> None:
         column = jax.lax.broadcasted_iota(jnp.int32, (1, sizes.prompt), 1) + at.number * sizes.prompt
-        k, v = (_pieces(x) for x in prompt)
+        k, v = _pieces(prompt[0]), _pieces(prompt[-1])
         _add(q, [k], [v], [column < seen[b]], sums)
 
     @pl.when(at.valid & (at.number >= at.prompt) & (at.live > 0))
@@ -358,15 +362,16 @@ def _kernel(
             return [_Pieces(values.at[b2, n], None if scale is None else scale.at[b2, n]) for n in range(sizes.pages)]
 
         masks = [column + n * C < own[b] for n in range(sizes.pages)]
-        _add(q, pieces(buffers[0]), pieces(buffers[1]), masks, sums)
+        _add(q, pieces(buffers[0]), pieces(buffers[-1]), masks, sums)
 
     @pl.when(at.valid & at.last)
     def _() -> None:
         query = jax.lax.broadcasted_iota(jnp.int32, (queries * g, 1), 0) // g
-        new = [_new(heads, Kv * g, Kv, b * queries + j, scaled) for j in range(queries)]
+        new = [_new(heads, Kv * g, Kv, b * queries + j, scaled, len(buffers)) for j in range(queries)]
         for head in range(Kv):
             out_sum, most, weights = total[head], highest[head][:, :1], weight[head][:, :1]
-            for j, ((k, k_scale), (v, v_scale)) in enumerate(new):
+            for j, of_token in enumerate(new):
+                (k, k_scale), (v, v_scale) = of_token[0], of_token[-1]
                 score = jnp.sum(q[head].astype(jnp.float32) * k[head : head + 1], axis=1, keepdims=True) * h**-0.5
                 score = score if k_scale is None else score * k_scale[head : head + 1]
                 if queries > 1:
@@ -418,14 +423,14 @@ def _kernel(
 
 def paged_attention(
     heads: Float[Array, "J BQ h"],
-    prompt: tuple[KV, KV],
-    pools: tuple[KV, KV],
+    prompt: tuple[KV, ...],
+    pools: tuple[KV, ...],
     visits: Visits,
     *,
     layer: Int[Array, ""],
     dtype: Any,
     interpret: bool = False,
-) -> tuple[Float[Array, "b H h"], tuple[KV, KV]]:
+) -> tuple[Float[Array, "b H h"], tuple[KV, ...]]:
     """Return the attention of each slot's Q queries, and the pools with its newest keys and values.
 
     The output, in float32, is rounded to `dtype`. It has Q rows more than there are; these, and those of tokens that
@@ -433,12 +438,12 @@ def paged_attention(
 
     Args:
       heads: as of `decode_qkv_tpu.heads`, of the slots' tokens one slot after another.
-      prompt: keys and values of the prompts, [L, P, Kv, S, h].
+      prompt: keys and values of the prompts, [L, P, Kv, S, h]; keys alone if they are the values too.
       pools: of the slots' pages, [L, M, Kv, C, h]; donate them.
     """
     (J, rows, h), (_, _, Kv, S, _), (B, W) = heads.shape, prompt[0].shape, visits.table.shape
-    g, (keys, scale), Q = (J - 2 * Kv) // Kv, parts(pools[0]), rows // B
-    sizes = _Sizes.of(prompt[0], pools[0], W)
+    g, (keys, scale), Q = J // Kv - len(pools), parts(pools[0]), rows // B
+    sizes = _Sizes.of(prompt[0], pools[0], W, len(pools))
     scaled, C = scale is not None, sizes.page
     height = _tile(keys) if C % _tile(keys) == 0 else C
     tiles = 1 if Q == 1 else 2
@@ -485,7 +490,7 @@ def paged_attention(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(count, steps),
-            in_specs=[pl.BlockSpec((J, rows, h), lambda *_: (0, 0, 0)), (block, block), elsewhere],
+            in_specs=[pl.BlockSpec((J, rows, h), lambda *_: (0, 0, 0)), (block,) * len(pools), elsewhere],
             out_specs=[pl.BlockSpec((None, Q, Kv * g, h), of_out), elsewhere],
             scratch_shapes=[
                 pltpu.VMEM((Kv, Q * g, h), dtype),
@@ -507,10 +512,33 @@ def paged_attention(
         ),
         cost_estimate=pl.CostEstimate(
             flops=4 * Q * Kv * g * h * (B * S + own),
-            bytes_accessed=2 * (read * S + own) * column_bytes + heads.nbytes + 4 * rows * Kv * g * h,
+            bytes_accessed=len(pools) * (read * S + own) * column_bytes + heads.nbytes + 4 * rows * Kv * g * h,
             transcendentals=Q * Kv * g * (B * S + own),
         ),
         name="paged_attention",
         interpret=interpret,
     )(*scalars, heads, prompt, pools)
     return out.reshape(-1, Kv * g, h), written
+
+
+def attend_paged(
+    q: Float[Array, "B Q H h"],
+    new: tuple[Float[Array, "B Q Kv h"], ...],
+    prompt: tuple[KV, ...],
+    pools: tuple[KV, ...],
+    visits: Visits,
+    *,
+    layer: Int[Array, ""],
+    interpret: bool = False,
+) -> tuple[Float[Array, "B Q H h"], tuple[KV, ...]]:
+    """Return as `paged_attention`, for layers that make queries and `new` keys and values themselves.
+
+    The output of tokens that are not fed is 0.
+    """
+    B, Q, H, h = q.shape
+    heads = jnp.concatenate([q, *new], axis=2).astype(jnp.float32).transpose(2, 0, 1, 3).reshape(-1, B * Q, h)
+    options: Any = {"layer": layer, "dtype": q.dtype, "interpret": interpret}
+    out, pools = paged_attention(heads, prompt, pools, visits, **options)
+    is_fed = jnp.arange(Q)[None] < visits.fed[:, None]
+    out = jnp.where(is_fed[..., None, None], out[: B * Q].reshape(B, Q, H, h), 0)
+    return out.astype(q.dtype), pools

@@ -13,6 +13,8 @@ from jaxtyping import Array, Float, Shaped
 from gspo_jax.kernels.backend import platform
 
 LANES = 128
+RANKS = 16
+"""Ranks of adapters are padded to whole tiles of so many."""
 _SMALL = 16 * 2**20
 """VMEM of the smallest chips (v4)."""
 _LEFT = 4 * 2**20
@@ -33,7 +35,10 @@ class Adapter:
 
 
 class Stacked(NamedTuple):
-    """A matrix of all layers, W · diag(scale) + s A B, of each expert or of all tokens."""
+    """A matrix of all layers, W · diag(scale) + s A B, of each expert or of all tokens.
+
+    Scale and adapter may be one layer's, with L = 1.
+    """
 
     weights: Shaped[Array, "L *E n m"]
     """W: int8 if there is a scale, else in the tokens' dtype."""
@@ -53,23 +58,23 @@ At = Callable[..., tuple[tuple[Any, ...], Any, Any]]
 
 
 def blocks(matrix: Stacked, rows: int, columns: int, at: At) -> Stacked:
-    """Return the BlockSpecs of a matrix read in blocks of W."""
+    """Return the BlockSpecs of a matrix read in blocks of W. What has one layer alone is that of the layer at hand."""
     lead = (None,) * (matrix.weights.ndim - 2)
 
-    def spec(shape: tuple[int, int], place: Callable[[Any, Any], tuple[Any, Any]]) -> pl.BlockSpec:
+    def spec(of: Any, shape: tuple[int, int], place: Callable[[Any, Any], tuple[Any, Any]]) -> pl.BlockSpec:
         def index(*given: Any) -> tuple[Any, ...]:
-            leading, row, column = at(*given)
-            return *leading, *place(row, column)
+            (layer, *leading), row, column = at(*given)
+            return 0 if of.shape[0] == 1 else layer, *leading, *place(row, column)
 
         return pl.BlockSpec((*lead, *shape), index)
 
-    specs = [spec((rows, columns), lambda row, column: (row, column))]
+    specs = [spec(matrix.weights, (rows, columns), lambda row, column: (row, column))]
     if matrix.scale is not None:
-        specs.append(spec((1, columns), lambda row, column: (0, column)))
+        specs.append(spec(matrix.scale, (1, columns), lambda row, column: (0, column)))
     if matrix.low is not None:
         rank = matrix.low.a.shape[-2]
-        specs.append(spec((rank, rows), lambda row, column: (0, row)))
-        specs.append(spec((rank, columns), lambda row, column: (0, column)))
+        specs.append(spec(matrix.low.a, (rank, rows), lambda row, column: (0, row)))
+        specs.append(spec(matrix.low.b, (rank, columns), lambda row, column: (0, column)))
     return jax.tree.unflatten(jax.tree.structure(matrix), specs)
 
 

@@ -22,7 +22,8 @@ and 6 dk dv with states: 147 kflop for C = 64, dk = dv = 128 and r = 2, beside 2
 projections. The least that must move is q, k, v and o: 4 (dk / r + dv) = 768 bytes in bfloat16. XLA takes the chunks of
 a row one after another, and in each reads the state twice and writes it once: 12 dk dv / C = 3 kB per token and value
 head, beside some 3 kB of float32 inputs and [C, C] matrices. The backward pass recomputes groups of `_GROUP` chunks and
-keeps two states for each, 8 dk dv / (C · `_GROUP`) = 256 bytes.
+keeps two states for each, 8 dk dv / (C · `_GROUP`) = 256 bytes. On TPU, Pallas kernels (delta_rule_tpu.py) do all that
+for heads of 128 columns.
 """
 
 import functools
@@ -34,7 +35,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from gspo_jax.kernels.backend import varying_like
+from gspo_jax.kernels import delta_rule_tpu
+from gspo_jax.kernels.backend import platform, varying_like
 from gspo_jax.kernels.packed_attention import Spans
 
 _CHUNK = 64
@@ -79,12 +81,12 @@ class _Chunk(NamedTuple):
     """The last token of the prompt that following responses continue; negative: the one before stays."""
 
     @classmethod
-    def of(cls, spans: Spans) -> "_Chunk":
-        """Return all chunks of rows [B, n C]."""
+    def of(cls, spans: Spans, length: int) -> "_Chunk":
+        """Return all chunks of rows [B, n C], of C = `length` tokens."""
         B, N = spans.own_start.shape
-        prompt, end, own = (x.reshape(B, -1, _CHUNK) for x in spans)
-        start = jnp.arange(N // _CHUNK, dtype=jnp.int32)[None, :, None] * _CHUNK
-        place = jnp.arange(_CHUNK, dtype=jnp.int32)[None, None]
+        prompt, end, own = (x.reshape(B, -1, length) for x in spans)
+        start = jnp.arange(N // length, dtype=jnp.int32)[None, :, None] * length
+        place = jnp.arange(length, dtype=jnp.int32)[None, None]
         valid = own <= start + place
         prompt, end, own = prompt - start, end - start, own - start
         i, j = place[..., None], place[:, :, None]
@@ -212,13 +214,15 @@ def delta_rule(
     """Return o in v's dtype, 0 for padding, and the state at each row's last token. All float32 inside.
 
     Value head i reads key head i // (Hv / Hk). For `jax.checkpoint`, o and the states between groups of chunks are
-    named "dot".
+    named "dot". On TPU the states have no gradient if heads have 128 columns.
 
     Args:
       g: at most 0.
       ends: tokens of the only row, ascending, whose states are returned instead; N or more for none, with state 0.
     """
     (B, N, Hk, dk), (Hv, dv), dtype = k.shape, v.shape[2:], v.dtype
+    if platform() == "tpu" and delta_rule_tpu.fits(dk, dv, Hv // Hk):
+        return _on_tpu(q, k, v, g, beta, spans, ends)
     chunks = -(-N // _CHUNK)
     group = min(_GROUP, chunks)
     padding = -N % (_CHUNK * group)
@@ -237,11 +241,8 @@ def delta_rule(
         x = grouped(x)
         return x.reshape(*x.shape[:3], Hk, Hv // Hk, *x.shape[4:])
 
-    start, end, own = spans
-    after = jnp.arange(N, N + padding, dtype=own.dtype)[None] + 1
-    own = jnp.concatenate([own, jnp.broadcast_to(after, (B, padding))], axis=1)
-    start, end = (jnp.pad(x, ((0, 0), (0, padding))) for x in (start, end))
-    places = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), _Chunk.of(Spans(start, end, own)))
+    places = _Chunk.of(_padded(spans, padding), _CHUNK)
+    places = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), places)
     numbers = jnp.arange(places.last.shape[0] * group, dtype=jnp.int32).reshape(-1, group)
 
     def take(carry: Any, xs: Any) -> tuple[Any, Array]:
@@ -260,6 +261,38 @@ def delta_rule(
     out = jnp.swapaxes(out, 2, 3).reshape(B, -1, Hv, dv)[:, :N]
     kept = states.run if found is None else found
     return checkpoint_name(out.astype(dtype), "dot"), kept.reshape(-1, Hv, dk, dv)
+
+
+def _padded(spans: Spans, padding: int) -> Spans:
+    start, end, own = spans
+    B, N = own.shape
+    after = jnp.arange(N, N + padding, dtype=own.dtype)[None] + 1
+    own = jnp.concatenate([own, jnp.broadcast_to(after, (B, padding))], axis=1)
+    start, end = (jnp.pad(x, ((0, 0), (0, padding))) for x in (start, end))
+    return Spans(start, end, own)
+
+
+def _on_tpu(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, spans: Spans, ends: Array | None
+) -> tuple[Array, Array]:
+    """Compute `delta_rule` by Pallas kernels."""
+    B, N, Hv = v.shape[:3]
+    group = delta_rule_tpu.group_of(N, Hv // k.shape[2], v.dtype.itemsize)
+    padding = -N % (delta_rule_tpu.CHUNK * group)
+    row, valid = N + padding, spans.valid[..., None]
+    arrays = q, k, v, jnp.where(valid, g, 0), jnp.where(valid, beta, 0)
+    q, k, v, g, beta = (jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2))) for x in arrays)
+    spans = _padded(spans, padding)
+    chunks = _Chunk.of(spans, delta_rule_tpu.CHUNK)
+    if ends is None:
+        last = jnp.where(spans.valid, jnp.arange(row, dtype=jnp.int32)[None], -1).max(axis=1)
+        there = last >= 0
+        read = jnp.where(there, last, row - 1) + row * jnp.arange(B, dtype=jnp.int32)
+    else:
+        there = ends < N
+        read = jnp.where(there, ends, row)
+    out, found = delta_rule_tpu.delta_rule(q, k, v, g, beta, spans, chunks, read)
+    return out[:, :N], jnp.where(there[:, None, None, None], found, 0)
 
 
 def delta_step(

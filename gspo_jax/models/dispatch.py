@@ -6,13 +6,16 @@ Two ways compute the same Σ_k w_k · down_e(silu(gate_e x) · up_e x), with e t
 * `ragged_all_to_all` sends each (token, expert) pair to its expert's shard. Not on CPU. Without a gradient pairs travel
   in blocks of 8 rows, which each sender fills up for each expert.
 
+A decode step on TPU gathers its few tokens, whatever the dispatch, and a kernel picks each expert's from them
+(kernels/decode_experts_tpu.py).
+
 With ep shards of n tokens of width D and balanced experts, each shard sends and receives (ep-1)·n·D by gather,
 (ep-1)/ep·K·n·D by ragged_all_to_all. Gather is lighter while ep <= K. Up to ep·n·min(K, E/ep) pairs may arrive at a
 shard. Buffers (`experts`), sized at compile time, hold a multiple of a balanced load and are refilled if more arrive.
 """
 
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +25,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 from gspo_jax.errors import UserError
-from gspo_jax.kernels import pairs
-from gspo_jax.kernels.backend import platform, varying_like
+from gspo_jax.kernels import decode_experts_tpu, pairs
+from gspo_jax.kernels.backend import platform, unchecked, varying_like
+from gspo_jax.kernels.decode_tpu import RANKS, Adapter, Stacked
 from gspo_jax.kernels.row_sums_tpu import in_order
 from gspo_jax.kernels.scopes import RARELY
 from gspo_jax.models.experts import (
@@ -47,6 +51,10 @@ BLOCK = 8
 """Rows that are contiguous in a TPU's memory."""
 _FEW = 2**17
 """Most rows of a buffer that fits all pairs, whoever they are for, where it has no gradient."""
+_MOST_PICKED = 2**13
+"""Most tokens of a group that go to all of its shards, each of which computes what its own experts give."""
+_WIDEST_STEP = 16
+"""Most tokens of a text in a decode step. A prefill has more."""
 _ROOM = 4
 """Size of larger ones, as a multiple of a balanced load. They are used again if more arrive."""
 
@@ -126,6 +134,45 @@ def _blocks(x: Array, experts: Array, weights: Array, kernels: ExpertKernels, *,
     return weighted_sum(y.reshape(-1, D), slots.T, weights.astype(x.dtype))
 
 
+def _picked(
+    x: Array, experts: Array, weights: Array, kernels: ExpertKernels, *, layer: Array, interpret: bool = False
+) -> Array:
+    """Compute few tokens on TPU without a gradient, by the experts' kernel of a decode step, which sorts nothing.
+
+    Every shard gets all of the group's tokens with their experts and weights, and adds up what its own experts give.
+    """
+    (N, D), K, held, shards = x.shape, experts.shape[1], kernels.held, jax.lax.axis_size("expert")
+    E, first = held * shards, jax.lax.axis_index("expert") * held
+    x = jnp.where((experts < E).any(axis=1, keepdims=True), x, 0)  # a token of no expert is multiplied by zeros
+    rows = decode_experts_tpu.pack(x, experts, weights, E)
+    rows = jax.lax.all_gather(rows, "expert", axis=0, tiled=True) if shards > 1 else rows
+    leaves, tree = jax.tree.flatten([_stacked(m) for m in kernels])
+
+    def run(rows: Array, layer: Array, first: Array, *leaves: Array) -> Array:
+        options: Any = {"layer": layer, "first": first, "k": K, "experts": E, "interpret": interpret}
+        return decode_experts_tpu.experts_sum(rows, *tree.unflatten(leaves), **options)
+
+    y = unchecked(run, rows, layer, first, *leaves)
+    # By shards: of [N · shards, D] the compiler would make a longer all-reduce and permutes.
+    return jax.lax.psum_scatter(y.reshape(shards, N, D), "expert")
+
+
+def _takes_picked(x: Float[Array, "B T D"], kernels: ExpertKernels) -> bool:
+    """Return True for a decode step's tokens on TPU, in whole tiles."""
+    whole = all(size % 128 == 0 for size in kernels.gate.weights.shape[-2:])
+    few = x.shape[1] <= _WIDEST_STEP and x.shape[0] * x.shape[1] * jax.lax.axis_size("expert") <= _MOST_PICKED
+    return platform() == "tpu" and x.dtype == jnp.bfloat16 and whole and few
+
+
+def _stacked(m: Matrix) -> Stacked:
+    """Return a matrix of all layers, with one layer's scale and adapter, as the kernel takes it."""
+    low = None
+    if m.low is not None:
+        more = [(0, 0), (0, -m.low.a.shape[-1] % RANKS), (0, 0)]
+        low = Adapter(jnp.pad(m.low.a.mT, more)[None], jnp.pad(m.low.b, more)[None], m.low.scale)
+    return Stacked(m.weights, None if m.scale is None else m.scale[None, :, None], low)
+
+
 def block_rooms(tokens: int, k: int, held: int, shards: int) -> tuple[int, int, int]:
     """Return the blocks of a receive buffer, the most blocks that may arrive, and the rows if experts are balanced.
 
@@ -202,7 +249,9 @@ def exchange(
         tokens, ids = varying(_flat(x), "tensor"), _flat(experts)
         if "fsdp" in held_by:
             ids, own = _gathered(ids, own, keeps=keeps)
-        if dispatch == "gather" or shards == 1:  # one shard sends nothing
+        if layer is not None and _takes_picked(x, own):
+            y = _picked(tokens, ids, _flat(weights), own, layer=layer)
+        elif dispatch == "gather" or shards == 1:  # one shard sends nothing
             y = _gather(tokens, ids, _flat(weights), own, layer=layer)
         elif layer is None:
             y = _pairs(tokens, ids, _flat(weights), own)

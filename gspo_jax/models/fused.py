@@ -7,7 +7,8 @@
     experts    of the rows that the held experts got (decode_experts_tpu.py), or the dense SwiGLU (decode_mlp_tpu.py)
                one reduce-scatter, whose result y the next layer adds
 
-Other layers, and other platforms, take `Transformer`'s own step, which computes the same.
+Other layers, and other platforms, take `Transformer`'s own step, which computes the same. On TPU it has two of the
+kernels: attention (`attends`) and experts (models/dispatch.py).
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from gspo_jax.kernels.decode_experts_tpu import experts_sum
 from gspo_jax.kernels.decode_mlp_tpu import mlp
 from gspo_jax.kernels.decode_output_tpu import RouteLog, Router, output_and_routes, projection
 from gspo_jax.kernels.decode_qkv_tpu import HeadNorms, heads, rotation
-from gspo_jax.kernels.decode_tpu import Adapter, Stacked
+from gspo_jax.kernels.decode_tpu import LANES, RANKS, Adapter, Stacked, vmem_limit
 from gspo_jax.kernels.kv import KV, parts
 from gspo_jax.models.attention import Attention
 from gspo_jax.models.cache import Cache, DecodeSlots
@@ -36,9 +37,6 @@ from gspo_jax.models.matrices import ADAPTER, BIAS, SCALE
 from gspo_jax.models.moe import MLP, MoE, Routes, softmax_router
 from gspo_jax.parallel import spread
 from gspo_jax.parallel.mesh import AXES, has_mesh, manual_axes
-
-_RANKS = 16
-"""Ranks of adapters are padded to whole tiles."""
 
 
 def applies(config: ModelConfig, layers: Any, cache: Cache) -> bool:
@@ -71,6 +69,16 @@ def _fits(config: ModelConfig, cache: Cache) -> bool:
     whole = config.head_dim % 64 == 0 and config.hidden_size % 128 == 0 and config.rotary_dim == config.head_dim
     plain = config.attention_multiplier is None and config.residual_multiplier == 1
     return keys.shape[3] % (32 // keys.dtype.itemsize) == 0 and whole and plain
+
+
+def attends(config: ModelConfig, cache: Cache, tokens: int) -> bool:
+    """Return True if the attention kernel alone takes this cache, and a step's heads of so many tokens at once."""
+    if platform() != "tpu" or _sharded("tensor"):
+        return False
+    keys, _ = parts(cache.k)
+    Kv, columns, width = keys.shape[2:]
+    heads = (config.num_heads + (1 if cache.v is None else 2) * Kv) * tokens * -(-width // LANES) * LANES * 4
+    return columns % (32 // keys.dtype.itemsize) == 0 and width % 64 == 0 and heads <= vmem_limit() // 4
 
 
 def _sharded(axis: str) -> bool:
@@ -128,7 +136,7 @@ def _stacked(module: nnx.Module, name: str, dtype: Any) -> Stacked:
         if spread.is_spread(weights):
             columns = weights.shape[-1]
             b = jax.lax.dynamic_slice_in_dim(b, jax.lax.axis_index("expert") * columns, columns, axis=b.ndim - 1)
-        more = -a.shape[-2] % _RANKS
+        more = -a.shape[-2] % RANKS
         ranks = [(0, more) if axis == a.ndim - 2 else (0, 0) for axis in range(a.ndim)]
         low = Adapter(jnp.pad(a, ranks), jnp.pad(b, ranks), adapter.scale)
     if scale is None:
@@ -180,7 +188,7 @@ def decode(
 
     def run(
         x: Array, leaves: list[Array], slots: DecodeSlots, prompts: Array, positions: Array
-    ) -> tuple[Array, tuple[KV, KV], list[Routes | None]]:
+    ) -> tuple[Array, tuple[KV, ...], list[Routes | None]]:
         stacks, cache = tree.unflatten(leaves)
         return _decode(x, stacks, slots, prompts, positions, cache, config, interpret)
 
@@ -201,7 +209,7 @@ def _decode(
     cache: Cache,
     config: ModelConfig,
     interpret: bool,
-) -> tuple[Array, tuple[KV, KV], list[Routes | None]]:
+) -> tuple[Array, tuple[KV, ...], list[Routes | None]]:
     assert cache.v is not None, "these layers have values"
     turn = rotation(positions, config.rope_frequencies(), config.rope_amplitude)
     first, found, pools = 0, [], (cache.k, cache.v)
@@ -243,7 +251,7 @@ def _own_rows(rows: Array, axis: int, count: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(rows, jax.lax.axis_index("expert") * count, count, axis=axis)
 
 
-_State = tuple[Float[Array, "B D"], Float[Array, "B D"], tuple[KV, KV], RouteLog | None]
+_State = tuple[Float[Array, "B D"], Float[Array, "B D"], tuple[KV, ...], RouteLog | None]
 """Residual stream, what is to be added to it, pools, and the routes of the stack."""
 
 
@@ -263,7 +271,7 @@ class _Step(NamedTuple):
     """Id of the first expert held here."""
     interpret: bool
 
-    def attend(self, own: Array, pools: tuple[KV, KV], layer: Array, dtype: Any) -> tuple[Array, tuple[KV, KV]]:
+    def attend(self, own: Array, pools: tuple[KV, ...], layer: Array, dtype: Any) -> tuple[Array, tuple[KV, ...]]:
         assert self.cache.prompt_v is not None, "these layers have values"
         prompts, where = (self.cache.prompt_k, self.cache.prompt_v), layer + self.first
         return paged_attention(own, prompts, pools, self.visits, layer=where, dtype=dtype, interpret=self.interpret)

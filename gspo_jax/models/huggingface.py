@@ -52,7 +52,10 @@ def of_fields(file: pathlib.Path, fields: Mapping[str, Any]) -> ModelConfig:
     """Return the model that the fields of a config.json describe, which come from `file`. Raise as `read_config`."""
     source = ConfigJson(file, {**fields, "model_type": fields.get("model_type")})
     source.check({"model_type": tuple(families.MODEL_TYPES)})
-    return families.MODEL_TYPES[source.fields["model_type"]].read(source)
+    try:
+        return families.MODEL_TYPES[source.fields["model_type"]].read(source)
+    except UserError as error:
+        raise error if str(file) in str(error) else UserError(f"{file}: {error}") from None
 
 
 def config_json(config: ModelConfig, dtype: np.dtype) -> dict[str, Any]:

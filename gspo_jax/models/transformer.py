@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.attention import SlotRows
 from gspo_jax.kernels.backend import platform
+from gspo_jax.kernels.decode_attention_tpu import Visits, attend_paged
 from gspo_jax.kernels.kv import KV, Values
 from gspo_jax.kernels.packed_attention import Spans
 from gspo_jax.kernels.rotary import Rotation, rms_norm
@@ -41,7 +42,7 @@ from gspo_jax.models.moe import (
 )
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel import spread
-from gspo_jax.parallel.mesh import constrain, manual_axes
+from gspo_jax.parallel.mesh import constrain, manual_axes, on_shards
 
 Remat = Literal["none", "dots", "full", "offload"]
 
@@ -193,6 +194,8 @@ class _Step:
     rows: SlotRows | None
     newest: tuple[Int[Array, "B Q"], Int[Array, "B Q"]]
     """Page and column of each token fed."""
+    visits: Visits | None
+    """Of the kernel that attends on TPU."""
 
     is_step = True
 
@@ -201,6 +204,16 @@ class _Step:
     ) -> tuple[Array, Any]:
         del keep
         cache, where = self.cache, {"layer": self.layer, "ages": self.slots.ages, "rows": self.rows}
+        if self.visits is not None:
+            kinds = (k, v), (cache.prompt_k, cache.prompt_v), (cache.k, cache.v)
+            both, prompt, pools = (tuple(x for x in kind if x is not None) for kind in kinds)
+
+            def run(layer: Array, *given: Any) -> Any:
+                return attend_paged(*given, layer=layer)
+
+            given = self.layer, q, both, prompt, pools, self.visits
+            out, (own_k, *own_v) = on_shards(run, given, ((),) * len(given), [(), ()])
+            return out, (own_k, own_v[0] if own_v else None)
         own = write_tokens(cache.k, self.layer, k, *self.newest), write_tokens(cache.v, self.layer, v, *self.newest)
         prompt = cache.prompt_k, cache.prompt_v, cache.prompt_lengths
         return attend_cached(q, *prompt, *own, table=cache.table, **where), own
@@ -309,11 +322,17 @@ class Transformer(nnx.Module):
             rows, at = x.reshape(-1, x.shape[-1]), positions.reshape(-1)
             rows, cache, found = fused.decode(rows, self.layers, self.config, slots, prompts, at, cache)
             return self._output(rows.reshape(x.shape), join_routes([[own] for own in found], positions.shape)), cache
+        visits = None
+        if fused.attends(self.config, cache, slots.ages.size):
+            options = {"arrays": 1 if cache.v is None else 2}
+            given = cache.prompt_k, cache.prompt_lengths, cache.k, cache.table, prompts, slots.ages
+            # Behind a barrier, or the compiler computes what is cheap in every layer.
+            visits = jax.lax.optimization_barrier(Visits.of(*given, **options))
         rows = None if slots.aligned else SlotRows.of(slots.responses, slots.active, P, cache.group_size)
         rotation = Rotation.of(positions, self.config.rope_frequencies(), self.config.rope_amplitude)
         x, first, found = self._embed(tokens), (0, 0), []
         for run in self._runs():
-            x, cache, routes = _decode_run(run, x, rotation, slots, rows, cache, first)
+            x, cache, routes = _decode_run(run, x, rotation, slots, rows, visits, cache, first)
             first = tuple(n + sum(s.layers for _, s in run if _kind(s) == kind) for kind, n in enumerate(first))
             found.append(routes)
         return self._output(x, join_routes(found, positions.shape)), cache
@@ -394,6 +413,7 @@ def _decode_run(
     rotation: Rotation,
     slots: DecodeSlots,
     rows: SlotRows | None,
+    visits: Visits | None,
     cache: Cache,
     first: tuple[int, ...],
 ) -> tuple[Float[Array, "B Q D"], Cache, list[Routes | None]]:
@@ -407,7 +427,7 @@ def _decode_run(
         for i, (graph, kind) in enumerate(zip(graphs, kinds, strict=True)):
             (k, v), states = kept
             at = first[kind] + number * kinds.count(kind) + kinds[:i].count(kind)
-            context = _Step(dataclasses.replace(cache, k=k, v=v, states=states), at, slots, rows, newest)
+            context = _Step(dataclasses.replace(cache, k=k, v=v, states=states), at, slots, rows, newest, visits)
             one = nnx.merge(graph, params[i], whole[i])
             x, routes, own = one(x, rotation, slots.ages > 0, context, layer=number)
             kept = [own if n == kind else other for n, other in enumerate(kept)]

@@ -15,6 +15,7 @@ import numpy as np
 from gspo_jax.kernels import (
     decode_attention_tpu,
     decode_experts_tpu,
+    delta_rule_tpu,
     packed_attention_tpu,
     visits_tpu,
 )
@@ -24,10 +25,11 @@ from gspo_jax.planning.cost_records import Cost, Costs, KernelCall, OpWork
 from gspo_jax.planning.costs import Kernels
 from gspo_jax.planning.rates import Rates
 from gspo_jax.planning.setting import Setting
+from gspo_jax.planning.topology import Chip
 
 GROUPED: tuple[str, ...] = ("grouped_matmul", "grouped_outer")
 """Name prefixes."""
-ATTENTION: tuple[str, ...] = ("packed_", "paged_attention")
+ATTENTION: tuple[str, ...] = ("packed_", "paged_attention", delta_rule_tpu.NAME)
 """Name prefixes."""
 
 
@@ -42,6 +44,7 @@ def kernels(setting: Setting, name: str) -> Kernels:
         return OpWork(fill * call.declared.flops, call.declared.bytes, visits)
 
     own = {"paged_attention": _paged(setting), "decode_experts": _decode_experts(setting, name)}
+    own[delta_rule_tpu.NAME] = delta_rule(setting.chip)
     return own | {"packed_attention": packed, ROW_SUMS: sums, **dict.fromkeys(GROUPED, grouped)}
 
 
@@ -124,6 +127,19 @@ def _decode_experts(setting: Setting, name: str) -> Callable[[KernelCall], OpWor
         arriving = among * model.experts_per_token / shards
         parts = tokens / among * loads_lib.draw(arriving, model.num_experts, shards, skew=setting.skew).parts(rows)
         return OpWork(parts * rows * (6 * D * F + 4 * blocks * among * D), call.declared.bytes)
+
+    return work
+
+
+def delta_rule(chip: Chip) -> Callable[[KernelCall], OpWork]:
+    """Count the cycles of each chunk and value head."""
+
+    def work(call: KernelCall) -> OpWork:
+        cycles = next(n for kernel, n in delta_rule_tpu.CYCLES.items() if call.name.startswith(kernel))
+        rows = (a for a in (*call.operands, *call.results) if len(a.dims) == 2 and a.dtype in ("bf16", "f32"))
+        tokens, width = min(a.dims for a in rows)  # of the outputs, or of their gradient
+        chunks = tokens * width / delta_rule_tpu.CHUNK**2
+        return OpWork(chunks * cycles * chip.flops / (chip.clock * chip.cores), call.declared.bytes)
 
     return work
 

@@ -6,14 +6,15 @@ Hyper-parameters of objectives and mismatch corrections and `SamplingParams` are
 import dataclasses
 import difflib
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from types import UnionType
+from typing import Any, NoReturn, get_args
 
 from ml_collections import ConfigDict
 
 from gspo_jax import objectives
 from gspo_jax.config import COUNT, COUNT_OR_0, FINITE, POSITIVE, RANGES, Range, base, benchmark, source
 from gspo_jax.errors import UserError
-from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.config import Latent, ModelConfig
 from gspo_jax.objectives import mismatch
 
 NAMED = {"functions": str, "rewards": float, "step_rewards": float}
@@ -23,7 +24,7 @@ _OPEN = ("model.architecture", "data.options", "data.sources", "benchmarks", *NA
 _HYPER_PARAMETERS = {"objective": objectives.catalogue.__all__, "mismatch": mismatch.__all__}
 """Sections with a subsection per name, and per user function. Their fields are optional."""
 _OPTIONS = {"difficulty": str, "seed": int, "train_size": int, "test_size": int}
-_DIFFICULTY_SETS = ("data.options.train_size", "data.options.test_size")
+_OWN_SIZES = ("data.options.train_size", "data.options.test_size")
 """May be None, for the difficulty's own size."""
 TYPES = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
 """User-facing names of types."""
@@ -38,11 +39,14 @@ def check_fields(config: ConfigDict) -> None:
     """Check that a config has exactly the fields of `base()`, each of the right type and range."""
     _check_section(config, config, base(), [])
     shape = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
-    for section, types in (("model.architecture", shape), ("data.options", _OPTIONS)):
-        for key, value in at(config, section).items():
-            own_size = value is None and f"{section}.{key}" in _DIFFICULTY_SETS
-            if types.get(key) in TYPES and not own_size:
-                check_value(f"{section}.{key}", value, types[key])
+    latent = {f"latent.{field.name}": field.type for field in dataclasses.fields(Latent)}
+    for section, types in (("model.architecture", shape | latent), ("data.options", _OPTIONS)):
+        for key in names(at(config, section)):
+            name, kind = f"{section}.{key}", types.get(key)
+            kind, optional = (get_args(kind)[0], True) if isinstance(kind, UnionType) else (kind, name in _OWN_SIZES)
+            value = at(config, name)
+            if kind in TYPES and not (optional and value is None):
+                check_value(name, value, kind)
     for name, section in config.data.sources.items():
         where = f"data.sources.{name}"
         _check_is_section(where, section)

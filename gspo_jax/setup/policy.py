@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -16,7 +17,7 @@ from gspo_jax.errors import UserError
 from gspo_jax.folder import storage
 from gspo_jax.folder.notes import existing_folder
 from gspo_jax.folder.storage import RunFolder
-from gspo_jax.models import huggingface, lora, peft, transformer
+from gspo_jax.models import families, huggingface, lora, peft, transformer
 from gspo_jax.models.config import Latent, ModelConfig
 from gspo_jax.models.dispatch import Dispatch
 from gspo_jax.models.matrices import ADAPTER
@@ -232,13 +233,22 @@ def check_weights(config: ConfigDict) -> None:
         refuse_no_model()
 
 
+_UNUSED = {
+    True: ("intermediate_size",),  # Granite's config.json has an expert's there
+    False: ("experts_per_token", "moe_intermediate_size", "norm_topk_prob"),
+}
+"""Fields without a meaning in a mixture of experts, and in a dense model."""
+
+
 def cold_start_model(config: ConfigDict, **of_tokenizer: Any) -> ModelConfig:
     """Return the shape of a cold start's model. Keyword arguments are special token ids.
 
     Raises:
-      UserError: model.architecture lacks a field or has an unknown one.
+      UserError: model.architecture lacks a field, has an unknown one, or one that the family's models do not have.
     """
     architecture = dict(config.model.architecture)
+    if architecture.get("rope_scaling") is not None:
+        raise UserError("model.architecture.rope_scaling is set, and a cold start stretches no positions; leave it out")
     try:
         if architecture.get("latent") is not None:
             architecture["latent"] = Latent(**architecture["latent"])
@@ -248,7 +258,25 @@ def cold_start_model(config: ConfigDict, **of_tokenizer: Any) -> ModelConfig:
         raise UserError(f"model.architecture is not a model's: {what}; see the fields of ModelConfig") from None
     if model.num_experts and not model.moe_intermediate_size:
         raise UserError("model.architecture.moe_intermediate_size is 0 and there are experts; give the width of one")
+    _check_family(model)
     return model
+
+
+def _check_family(model: ModelConfig) -> None:
+    """Raise a UserError unless config.json can say all of a model."""
+    fields = huggingface.config_json(model, np.dtype(np.float32))
+    try:
+        again = huggingface.of_fields(Path("model.architecture"), fields)
+    except UserError as error:
+        raise UserError(f"{str(error).partition(';')[0]}, in the terms of config.json; correct it") from None
+    families.of(model).stacks(model)  # its sentences on sizes are better
+    for field in dataclasses.fields(ModelConfig):
+        given, kept = (getattr(config, field.name) for config in (model, again))
+        if given != kept and field.name not in _UNUSED[model.is_routed]:
+            raise UserError(
+                f"model.architecture.{field.name} is {given!r}, and in a model of family {model.family!r} with these "
+                f"sizes it is {kept!r}; leave it out, or choose another model.architecture.family"
+            )
 
 
 def initial_folder(config: ConfigDict, workdir: Path) -> Path:

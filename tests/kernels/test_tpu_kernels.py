@@ -20,12 +20,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gspo_jax.kernels import pairs_tpu, router_tpu
 from gspo_jax.kernels.adapted_matmul import LowRank, adapted_matmuls
-from gspo_jax.kernels.decode_attention_tpu import Visits, paged_attention
+from gspo_jax.kernels.decode_attention_tpu import Visits, attend_paged, paged_attention
 from gspo_jax.kernels.decode_experts_tpu import experts_sum, packed_width
 from gspo_jax.kernels.decode_mlp_tpu import mlp
 from gspo_jax.kernels.decode_output_tpu import RouteLog, Router, output_and_routes
 from gspo_jax.kernels.decode_qkv_tpu import heads
 from gspo_jax.kernels.decode_tpu import Adapter, Stacked
+from gspo_jax.kernels.delta_rule import delta_rule
 from gspo_jax.kernels.grouped_matmul import Scaled, grouped_matmuls
 from gspo_jax.kernels.kv import ScaledKV
 from gspo_jax.kernels.logprobs_tpu import softmax_sums
@@ -48,6 +49,8 @@ ATTENTION = {name: (tokens, WIDTH) for name, tokens in PACKED.items()} | {"wide"
 """Tokens per packed row, and the width of heads."""
 PAIRS = {"long": 16384, "short": 128}
 """Tokens that a prefill routes."""
+LATENTS = {"GLM-4.7-Flash": (20, 576)}
+"""Query heads, and the width of latents with their rotary key."""
 MODELS = {
     "30B": (2048, 32, 4, 128, 128, 768, 16, 512),
     "30B, many": (2048, 32, 4, 128, 128, 768, 112, 7168),
@@ -119,6 +122,17 @@ def packed(target, name, dtype, remat="none"):
         run = jax.shard_map(run, in_specs=(*specs, ends.sharding.spec), out_specs=specs[0])
         finish = compiled if remat == "none" else lowered
         return finish(run, q, k, k, Spans(ends, ends, ends), grads=q)
+
+
+def recurrent(target, name, dtype):
+    """Compile the gated delta rule of one row per chip, with two value heads to each of two key heads."""
+    mesh, tokens = topology.topology_mesh(target, {"fsdp": -1}), PACKED[name]
+    one, spec = of_mesh(mesh), PartitionSpec(mesh_lib.BATCH_AXES)
+    k, v = (one((mesh.size, tokens, heads, WIDTH), dtype, "batch") for heads in (2, 4))
+    g, ends = one((mesh.size, tokens, 4), jnp.float32, "batch"), one((mesh.size, tokens), jnp.int32, "batch")
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(lambda *x: delta_rule(*x)[0], in_specs=spec, out_specs=spec, check_vma=False)
+        return compiled(run, k, k, v, g, g, Spans(ends, ends, ends), grads=v)
 
 
 def experts(target, name, dtype):
@@ -332,8 +346,31 @@ def decode_int8_drafts(target, name, dtype):
     return decode(target, name, dtype, "int8", queries=4)
 
 
+def latents(target, name, dtype):
+    """Compile a decode step's attention over latents, which are keys and values of all heads."""
+    mesh, (heads, width) = topology.topology_mesh(target, {"data": -1}), LATENTS[name]
+    slots, page, pages = 16, 256, 16
+
+    def one(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def run(q, new, prompt, pool, visits, layer):
+        visits = Visits.of(prompt, visits[0], pool, *visits[1:], arrays=1)
+        return attend_paged(q, (new,), (prompt,), (pool,), visits, layer=layer)
+
+    visits = one(jnp.int32, 4), one(jnp.int32, slots, pages), one(jnp.int32, slots), one(jnp.int32, slots, 1)
+    rows = one(dtype, slots, 1, heads, width), one(dtype, slots, 1, 1, width)
+    cache = one(dtype, 2, 4, 1, 512, width), one(dtype, 2, slots * pages, 1, page, width)
+    with jax.set_mesh(mesh):
+        axes, whole = set(mesh.axis_names), PartitionSpec()
+        run = jax.shard_map(run, in_specs=whole, out_specs=whole, axis_names=axes, check_vma=False)
+        return read(topology.lower(run, *rows, *cache, visits, one(jnp.int32)).compile())
+
+
 KERNELS = {
+    latents: LATENTS,
     packed: ATTENTION,
+    recurrent: ("long",),
     experts: ROWS,
     experts_int8: ("many", "few"),
     experts_adapted: ("many", "few"),
@@ -348,7 +385,7 @@ KERNELS = {
     decode_int8_drafts: ("30B",),
 }
 LARGEST = {(of, "many" if of.__name__.startswith("experts") else "long") for of in KERNELS}
-LARGEST |= {(decode, name) for name in MODELS} | {(packed, "wide")}
+LARGEST |= {(decode, name) for name in MODELS} | {(packed, "wide")} | {(latents, name) for name in LATENTS}
 LARGEST |= {(of, "30B") for of in (decode_int8, decode_drafts, decode_int8_drafts)}
 REMATERIALISED = ("dots", "full")
 
@@ -357,14 +394,14 @@ def cases(target):
     """Return (function, name, dtype) of what is compiled.
 
     For v5p all, and the largest in float32 too; elsewhere the largest, with adapters beside experts in int8 for all of
-    the grouped matmul's kernels.
+    the grouped matmul's kernels, and drafts in int8 alone.
     """
     named = [(of, name) for of, names in KERNELS.items() for name in names]
     largest = [case for case in named if case in LARGEST]
     if target.startswith("v5p"):
         whole = [case for case in largest if case[0] in (packed, experts_swiglu, turned, sums, pairs, vocabulary)]
         return [*((*case, "bfloat16") for case in named), *((*case, "float32") for case in whole)]
-    return [(*case, "bfloat16") for case in largest if case[0] not in (experts, experts_int8)]
+    return [(*case, "bfloat16") for case in largest if case[0] not in (experts, experts_int8, decode_drafts)]
 
 
 def figures(target):
@@ -390,6 +427,8 @@ def test_the_tpu_compiler_takes_every_kernel(target):
             assert result["kernels"] == {"packed_visits": 1, "packed_attention": 1, "packed_attention_backward": 1}
             queries = math.prod(ATTENTION[name]) * HEADS // 2 * jnp.dtype(dtype).itemsize
             assert result["temporaries"] < 16 * queries
+        elif of is recurrent:
+            assert result["kernels"] == {"delta_rule": 1, "delta_rule_backward": 1}
         elif of is experts:
             kernels = {"visits": 1, "matmul": 1, "matmul_transposed": 1, "outer": 2}
             assert result["kernels"] == {f"grouped_{k}": n for k, n in kernels.items()}
@@ -408,6 +447,8 @@ def test_the_tpu_compiler_takes_every_kernel(target):
             names = {turned: ("normed_rope", "normed_rope_backward"), sums: ("masked_sum",)}
             names |= {pairs: ("router", "pair_places", "pair_moves"), vocabulary: ("softmax_sums",)}
             assert result["kernels"] == dict.fromkeys(names[of], 1)
+        elif of is latents:
+            assert result["kernels"] == {"paged_attention": 1}
         elif of is experts_adapted:
             kernels = {f"grouped_{k}": 1 for k in ("matmul", "matmul_transposed", "outer_thin")}
             visits = result["kernels"].pop("grouped_visits")

@@ -133,7 +133,7 @@ def write_sums(file, **change):
 
 
 JUDGE = """
-def judge(prompt, completion, record):
+def grader(prompt, completion, record):
     return float(record["answer"] UNLIKE "0")
 """
 
@@ -149,9 +149,9 @@ def test_a_second_evaluation_measures_what_it_is_asked_for(tmp_path):
     config = cli.load_config(str(ROOT / "configs" / "tiny.py"))
     config.update_from_flattened_dict(
         {"model.folder": str(ADDER), "data.prompts_per_batch": 8, "sampling.max_response_length": 8}
-        | {"data.max_prompt_length": 16, "eval.correct": "judge"}
+        | {"data.max_prompt_length": 16, "eval.correct": "grader"}
     )
-    config.functions.judge, config.rewards.judge = f"{judge}:judge", 1.0
+    config.functions.grader, config.rewards.grader = f"{judge}:grader", 1.0
     files = []
 
     def run(changes, workdir="run", **change):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.errors import UserError
+from gspo_jax.kernels.adapted_matmul import LowRank
 from gspo_jax.models import dispatch as dispatch_lib
 from gspo_jax.models.dispatch import DISPATCHES, exchange
 from gspo_jax.models.experts import ExpertKernels, room_for
@@ -221,3 +222,48 @@ def test_ragged_all_to_all_is_refused_on_cpu():
         jax.eval_shape(ragged, x, jnp.asarray(routed("random")), weights, kernels)
     with jax.set_mesh(mesh_lib.make_mesh({"data": 8})):
         jax.eval_shape(ragged, x, jnp.asarray(routed("random")), weights, kernels)
+
+
+@contextlib.contextmanager
+def picked_on_cpu():
+    """Interpret the kernel, which knows no axes that values vary over."""
+    with (
+        mock.patch.object(dispatch_lib, "_takes_picked", lambda *_: True),
+        mock.patch.object(dispatch_lib, "_picked", functools.partial(dispatch_lib._picked, interpret=True)),
+        mock.patch.object(jax, "shard_map", functools.partial(jax.shard_map, check_vma=False)),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("mesh", [{"expert": 4, "tensor": 2}, {"data": 8}], ids=mesh_id)
+@pytest.mark.parametrize("load", ["random", "one expert", "padded"])
+def test_tokens_that_are_picked_equal_the_oracle(load, mesh):
+    """The experts' kernel of a decode step beside layers that it does not know, with and without a gather of tokens."""
+    experts = jnp.asarray(routed(load))
+    x, weights, kernels, _ = numbers()
+    given = jax.tree.map(lambda w: jnp.stack([jnp.full_like(w, jnp.nan), w]), kernels)
+    x = jnp.where(((experts < 0) | (experts >= E)).all(axis=-1, keepdims=True), jnp.inf, x)
+    with jax.set_mesh(mesh_lib.make_mesh(mesh)), picked_on_cpu():
+        run = jax.jit(functools.partial(exchange, dispatch="gather"))
+        y = run(x, experts, weights, given, layer=jnp.asarray(1))
+    expected = all_experts(jnp.where(jnp.isfinite(x), x, 0), experts, weights, kernels)
+    assert leaf_errors(expected, y) < 2e-6
+
+
+def test_picked_tokens_have_the_scales_and_adapters_of_their_layer():
+    """Int8 weights are of all layers, what stands beside them of one."""
+    rng, (x, weights, kernels, _) = np.random.default_rng(2), numbers()
+
+    def adapted(m):
+        (e, n, w), scale = m.weights.shape, jnp.abs(m.weights).max(axis=1) / 127
+        low = LowRank(*(jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((e, n, 3), (e, 3, w))), 0.5)
+        rounded = jnp.round(m.weights / scale[:, None]).astype(jnp.int8)
+        return Matrix(jnp.stack([jnp.zeros_like(rounded), rounded]), scale, low)
+
+    given = ExpertKernels(*map(adapted, kernels))
+    whole = (m.weights[1] * m.scale[:, None] + m.low.scale * m.low.a @ m.low.b for m in given)
+    experts = jnp.asarray(routed("random"))
+    with jax.set_mesh(mesh_lib.make_mesh({"expert": 4, "tensor": 2})), picked_on_cpu():
+        run = jax.jit(functools.partial(exchange, dispatch="gather"))
+        y = run(x, experts, weights, given, layer=jnp.asarray(1))
+    assert leaf_errors(all_experts(x, experts, weights, ExpertKernels(*map(Matrix, whole))), y) < 1e-5

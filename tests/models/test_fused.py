@@ -144,7 +144,7 @@ def test_the_fused_step_equals_the_plain_one(kind, monkeypatch, mixed_family):  
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["qwen3", "mixed, all in int8"])
 def test_several_tokens_of_a_slot(kind, monkeypatch, mixed_family):  # noqa: F811
     config, options = KINDS[kind]
     check(config, None, monkeypatch, **options, queries=3)
@@ -161,10 +161,9 @@ MESHES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("queries", [1, 2])
 @pytest.mark.parametrize(("config", "sizes", "options"), MESHES)
-def test_the_fused_step_equals_the_plain_one_on_meshes(config, sizes, options, queries, monkeypatch):
-    check(config, sizes, monkeypatch, **options, queries=queries)
+def test_the_fused_step_equals_the_plain_one_on_meshes(config, sizes, options, monkeypatch):
+    check(config, sizes, monkeypatch, **options, queries=2)
 
 
 def test_other_layers_take_the_plain_step(monkeypatch):

@@ -87,6 +87,16 @@ def test_a_step_equals_the_forward(config, base, rank):
     np.testing.assert_allclose(stepped, whole, atol=1e-4)
 
 
+@pytest.mark.slow
+def test_steps_by_the_attention_kernel_equal_the_forward(monkeypatch):
+    """As on TPU, in layers that the fused step does not know."""
+    monkeypatch.setattr(transformer.fused, "attends", lambda *_: True)
+    monkeypatch.setattr(transformer, "attend_paged", partial(transformer.attend_paged, interpret=True))
+    graph, shapes = transformer.abstract(LATENT)
+    stepped, whole = jax.jit(lambda w: stepped_and_whole(nnx.merge(graph, w)))(filled(shapes))
+    np.testing.assert_allclose(stepped, whole, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [None, "int8"])
 @pytest.mark.parametrize("aligned", [True, False])
 def test_without_values_keys_are_the_values(dtype, aligned):

@@ -18,7 +18,7 @@ from gspo_jax.rollout.pages import Pool
 from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.types import Prompts, TextRows, Weights
-from tests.tiny import CONFIG, EIGHT, generate, mesh_id, mostly_slow, params, place, prompts, weights
+from tests.tiny import CONFIG, EIGHT, generate, mostly_slow, params, place, prompts, weights
 
 GRAPH, _SHAPES = transformer.abstract(CONFIG)
 SHAPES = Weights.full(_SHAPES)
@@ -66,7 +66,7 @@ def same(found, expected):
         np.testing.assert_allclose(a, b, atol=1e-6, rtol=2.5e-7)
 
 
-CASES = [(8, 1), (8, 3), (None, 2), (5, 8), (1, 4)]
+CASES = [(8, 3), (None, 2), (5, 8)]
 
 
 @pytest.mark.parametrize(("slots", "drafts"), mostly_slow(CASES, always=[(8, 3)]))
@@ -89,9 +89,7 @@ SAMPLINGS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("drafter", "name"), [("own", "greedy"), ("group", "cold"), ("history", "cold"), ("history", "truncated")]
-)
+@pytest.mark.parametrize(("drafter", "name"), [("own", "greedy"), ("group", "cold"), ("history", "truncated")])
 def test_nor_under_other_distributions(name, drafter):
     settings = {"sampling": SAMPLINGS[name], "slots": 8}
     expected = decode(**settings)
@@ -102,11 +100,10 @@ def test_nor_under_other_distributions(name, drafter):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pool", "min_ended"), [(Pool(8, 40), 1.0), (Pool(8, 24), 0.75)])
-def test_nor_where_pages_are_few(pool, min_ended):
+def test_nor_where_pages_are_few():
     """A draft takes no page: what is set aside, and when, may differ, but no token of what is sampled."""
     whole = decode(slots=8).rollout
-    settings = {"slots": 8, "pool": pool, "min_ended": min_ended}
+    settings = {"slots": 8, "pool": Pool(8, 24), "min_ended": 0.75}
     found, unfinished, stats = decode(remembered(whole, wrong=0.1), **settings, drafting=Drafting("history", 3, ALWAYS))
     np.testing.assert_array_equal(found.tokens, np.where(found.mask, whole.tokens, 0))
     np.testing.assert_allclose(found.logprobs, np.where(found.mask, whole.logprobs, 0), atol=1e-6)
@@ -115,7 +112,6 @@ def test_nor_where_pages_are_few(pool, min_ended):
     ended = found.mask.sum(axis=1) == whole.mask.sum(axis=1)
     np.testing.assert_array_equal(unfinished, ~ended)
     assert ended.sum() >= 24 and stats.accepted > 0
-    assert min_ended < 1 or ended.all()
 
 
 @pytest.mark.slow
@@ -128,24 +124,19 @@ def test_nor_with_keys_and_values_in_int8():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sizes", "slots"),
-    [(EIGHT, 16), ({"fsdp": 8}, None), ({"expert": 4, "tensor": 2}, 16)],
-    ids=lambda x: mesh_id(x) if isinstance(x, dict) else str(x),
-)
-def test_nor_on_eight_devices(sizes, slots):
-    expected = decode(slots=slots).rollout
+def test_nor_on_eight_devices():
+    expected = decode(slots=16).rollout
     given = remembered(expected, wrong=0.1)
-    mesh = mesh_lib.make_mesh(sizes)
+    mesh = mesh_lib.make_mesh(EIGHT)
     with jax.set_mesh(mesh):
         copy = make_reshard(SHAPES, mesh, jnp.float32)(Weights.full(place(params(), mesh)))
         batch, numbers, limits = hosts.shard_rows(mesh, (given, np.arange(32), np.asarray(LIMITS)))
         keys = response_keys(jax.random.key(1), numbers)
-        options = SETTINGS | {"slots": slots, "limits": limits, "drafting": Drafting("history", 3, ALWAYS)}
+        options = SETTINGS | {"slots": 16, "limits": limits, "drafting": Drafting("history", 3, ALWAYS)}
         found = jax.device_get(generate(GRAPH, copy, batch, keys, **options))
     same(found.rollout, expected)
     assert found.stats.accepted.sum() > 0
-    steps = found.stats.steps.reshape(-1, sizes.get("expert", 1))
+    steps = found.stats.steps.reshape(-1, EIGHT["expert"])
     assert (steps == steps[:, :1]).all(), "shards of one expert group take the same number of steps"
 
 

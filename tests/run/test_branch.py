@@ -329,18 +329,6 @@ def test_adapters_are_taken_beside_their_base(adder, tmp_path):
 
 
 @pytest.mark.slow
-def test_unfinished_rollouts_are_left_behind(adder, tmp_path, capsys):
-    config = copied(adder, sampling__partial__prompts=16)
-    train(config, tmp_path / "a")
-    run = describe(str(tmp_path / "a" / "checkpoints" / "1"))["run"]
-    train(config, tmp_path / "new", begin_from=str(tmp_path / "a"))
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"{len(run['buffer']['texts'])} unfinished rollouts are left behind" in said
-    rows = [row for row in read_metrics(tmp_path / "new") if "response/older" in row]
-    assert rows[0]["response/older"] == 0, "nothing was sampled by an older policy"
-
-
-@pytest.mark.slow
 def test_a_critic_is_taken_left_behind_or_made(adder, tmp_path, capsys):
     config = copied(adder, objective__name="ppo", critic__trunk="policy")
     train(config, tmp_path / "a")

@@ -122,7 +122,7 @@ def test_adapters_on_a_mixture_resume_with_unfinished_episodes_to_the_same_bits(
 JUDGE = """
 import scale
 
-def judge(prompt, completion, record):
+def grader(prompt, completion, record):
     return float(len(completion) % 2 == VALUE)
 """
 
@@ -152,7 +152,7 @@ def test_a_run_whose_data_files_or_reference_changed_is_refused_by_name(tmp_path
         | {"data.data_dir": "", "sampling.max_response_length": 8, "data.max_prompt_length": 16}
     )
     del config.data.options["difficulty"]
-    config.functions.judge, config.rewards.judge = f"{judge}:judge", 0.5
+    config.functions.grader, config.rewards.grader = f"{judge}:grader", 0.5
     config.benchmarks.own = benchmark(str(tmp_path / "own.jsonl"), every=1, samples=4)
     train(config, tmp_path / "run")
 
@@ -199,7 +199,7 @@ def test_a_run_whose_data_files_or_reference_changed_is_refused_by_name(tmp_path
     assert "resuming from iteration 1" in said
     assert "warning: the evaluation on held-out records is not what it was (answer, worked): do not compare its" in said
     assert "warning: the benchmark own is not what it was (hint): do not compare its accuracies" in said
-    changed = "functions.judge (judge.py) and functions.judge (scale.py)"
+    changed = "functions.grader (judge.py) and functions.grader (scale.py)"
     assert f"warning: {changed} changed since the run was saved: do not compare" in said
     assert f"warning: the run was saved under jax {versions()['jax']} and goes on under jax 0.10.2: its numbers" in said
     assert describe(str(tmp_path / "run" / "checkpoints" / "1"))["run"]["versions"] == versions()
@@ -207,7 +207,7 @@ def test_a_run_whose_data_files_or_reference_changed_is_refused_by_name(tmp_path
 
 
 SAVED = {
-    "inputs": {"tokenizer.json of the model": "a1", "functions.judge (judge.py)": "b2"},
+    "inputs": {"tokenizer.json of the model": "a1", "functions.grader (judge.py)": "b2"},
     "measured_on": {"the benchmark own": {"answer": "c3"}},
     "versions": {"python": "3.13.0", "jax": "0.12.0"},
 }
@@ -217,14 +217,14 @@ SAVED = {
     ("here", "says"),
     [
         ({}, []),
-        ({"inputs": {"functions.judge (judge.py)": "b2"}}, []),  # others are refused before
+        ({"inputs": {"functions.grader (judge.py)": "b2"}}, []),  # others are refused before
         (
-            {"inputs": {"functions.judge (judge.py)": "b3"}},
-            ["functions.judge (judge.py) changed since the run"],
+            {"inputs": {"functions.grader (judge.py)": "b3"}},
+            ["functions.grader (judge.py) changed since the run"],
         ),
         (
-            {"inputs": {"functions.judge (judge.py)": "b2", "functions.judge (new.py)": ""}},
-            ["functions.judge (new.py) changed since"],
+            {"inputs": {"functions.grader (judge.py)": "b2", "functions.grader (new.py)": ""}},
+            ["functions.grader (new.py) changed since"],
         ),
         (
             {"measured_on": {"the benchmark own": {"answer": "c4", "hint": "d"}}},

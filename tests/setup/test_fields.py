@@ -5,6 +5,7 @@ import functools
 import math
 import re
 from pathlib import Path
+from types import UnionType
 from typing import Any, get_args
 
 import pytest
@@ -14,7 +15,7 @@ from gspo_jax import cli
 from gspo_jax.config import RANGES, base
 from gspo_jax.errors import UserError
 from gspo_jax.models.cache import CacheDtype
-from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.config import Latent, ModelConfig
 from gspo_jax.models.dispatch import Dispatch
 from gspo_jax.models.transformer import Remat
 from gspo_jax.rollout.precision import Precision
@@ -61,6 +62,14 @@ LEGITIMATE = {
     "objective.*.dual_clip": (INF,),
     "mismatch.*.high": (INF,),
     "model.architecture.num_experts": (0,),  # dense
+    "model.architecture.dense_layers": (0,),
+    "model.architecture.shared_intermediate_size": (0,),  # no shared experts
+    "model.architecture.attention_multiplier": (None,),
+    "model.architecture.latent.query_rank": (None,),
+    "model.architecture.linear_key_heads": (0,),  # no linear attention, as the next
+    "model.architecture.linear_value_heads": (0,),
+    "model.architecture.linear_key_dim": (0,),
+    "model.architecture.linear_value_dim": (0,),
 }
 
 
@@ -78,8 +87,12 @@ def numeric_fields() -> dict[str, type]:
     for name in FIELDS:
         section, _, key = name.rpartition(".")
         found[name] = (at(DEFAULTS, section) if section else DEFAULTS).get_type(key)
-    found |= {f"model.architecture.{field.name}": field.type for field in dataclasses.fields(ModelConfig)}
-    del found["model.architecture.vocab_size"]  # coldstart.vocab_size
+    for section, shape in (("model.architecture", ModelConfig), ("model.architecture.latent", Latent)):
+        found |= {
+            f"{section}.{field.name}": get_args(kind)[0] if isinstance(kind := field.type, UnionType) else kind
+            for field in dataclasses.fields(shape)
+        }
+    del found["model.architecture.vocab_size"], found["model.architecture.pad_token_id"]  # coldstart's, the tokenizer's
     found |= {f"data.options.{name}": int for name in ("seed", "train_size", "test_size")}
     found |= {"rewards.exact_answer": float, "step_rewards.countdown_steps": float}
     return {name: kind for name, kind in found.items() if kind in ODD}
@@ -97,6 +110,9 @@ def tiny_with(name: str, value: Any) -> ConfigDict:
         config.mismatch.correction, config.training.old_logprobs = rest[0], "recompute"
     if name == "model.architecture.num_experts":
         config.mesh.expert, config.mesh.data = 1, 4
+    if name.startswith("model.architecture.latent"):
+        latent = {"rank": 16, "query_rank": 16, "plain_dim": 8, "value_dim": 12, "interleaved": True}
+        config.model.architecture.update({"family": "deepseek_v3", "num_kv_heads": 4, "latent": latent})
     if name == "coldstart.steps":
         config.model.published = "Qwen3-30B-A3B"
     if name == "sampling.mesh.tensor":

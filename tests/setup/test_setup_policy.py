@@ -1,4 +1,4 @@
-"""The config fields that a message about a parameter's shape names are those that set it."""
+"""Messages about shapes: a parameter's names the fields that set it; a cold start's model is one of its family."""
 
 import dataclasses
 
@@ -7,10 +7,14 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from gspo_jax import cli
+from gspo_jax.errors import UserError
 from gspo_jax.models import critic, transformer
 from gspo_jax.models.config import ModelConfig
+from gspo_jax.setup import policy
 from gspo_jax.setup.policy import field_of
 from gspo_jax.training.checkpoint import named_leaves
+from tests.pods import ROOT
 from tests.tiny import CONFIG
 
 OLMOE = dataclasses.replace(CONFIG, family="olmoe")
@@ -72,3 +76,44 @@ def test_a_leaf_of_the_critic_depends_on_the_objective_and_a_counter_on_nothing(
     assert field_of("policy.opt_state.1.0.mu.embed.value") == (
         "coldstart.vocab_size, model.architecture.hidden_size, model.folder"
     )
+
+
+LATENT = {"rank": 16, "query_rank": None, "plain_dim": 8, "value_dim": 12, "interleaved": True}
+DELTA = {"family": "qwen3_next", "zero_centred_norms": True, "shared_intermediate_size": 32}
+DELTA |= {"layer_types": ("linear_attention", "full_attention") * 2}
+DELTA |= {f"linear_{of}_{size}": 8 for of in ("key", "value") for size in ("heads", "dim")}
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        (DELTA, None),
+        ({"family": "deepseek_v3", "num_kv_heads": 4, "latent": LATENT, "dense_layers": 1}, None),
+        ({"family": "granitemoe", "attention_multiplier": 0.1, "residual_multiplier": 0.2}, None),
+        (DELTA | {"layer_types": ("sliding",) * 4}, r'layer_types is \["sliding"\]'),
+        (DELTA | {"linear_value_heads": 12}, "linear_num_value_heads 12 is not a multiple of linear_num_key_heads 8"),
+        (DELTA | {"shared_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
+        ({"family": "deepseek_v3"}, "have latent attention; give rank, query_rank, plain_dim, value_dim, interleaved$"),
+        (
+            {"num_kv_heads": 4, "latent": LATENT},
+            r"\.latent is .* it is None",
+        ),
+        (
+            {"residual_multiplier": 0.2},
+            r"\.residual_multiplier is 0\.2, .* it is 1\.0; leave it out",
+        ),
+        ({"family": "glm4_moe", "shared_intermediate_size": 31}, "31 is not a multiple of moe_intermediate_size 32"),
+        ({"rope_scaling": {"factor": 4.0}}, "a cold start stretches no positions; leave it out"),
+        ({"family": "qwen2"}, "attention_bias is false"),
+    ],
+)
+def test_a_cold_start_has_a_model_of_its_family(shape, says):
+    """What the family's file does not know would be lost in the folder that a cold start writes."""
+    config = cli.load_config(f"{ROOT}/configs/tiny.py").copy_and_resolve_references()
+    config.model.architecture.update(shape)
+    if says is None:
+        assert policy.cold_start_model(config).is_routed
+    else:
+        with pytest.raises(UserError, match=says) as error:
+            policy.cold_start_model(config)
+        assert len(str(error.value)) < 320 and "\n" not in str(error.value)

@@ -96,8 +96,10 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 
 def latent_fields(config: ModelConfig) -> dict[str, Any]:
-    """Return the inverse of `latent`."""
-    assert config.latent is not None, "the family sets it"
+    """Return the inverse of `latent`. Raise a UserError for a model without."""
+    if config.latent is None:
+        sizes = ", ".join(field.name for field in dataclasses.fields(Latent))
+        raise UserError(f"latent is None, and models of family {config.family!r} have latent attention; give {sizes}")
     return {
         "q_lora_rank": config.latent.query_rank,
         "kv_lora_rank": config.latent.rank,
