@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax import estimates
@@ -10,6 +11,7 @@ from gspo_jax.engine import Engine
 from gspo_jax.parallel import hosts
 from gspo_jax.routing import decomposition
 from gspo_jax.routing.decomposition import LogRatios
+from gspo_jax.routing.drift import router_kl
 from gspo_jax.types import Batch, OldPolicy, RouterRecord, Weights
 
 POSITIONS = 8
@@ -19,14 +21,14 @@ PROBABILITIES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 1.0)
 SEED = 0
 
 
-def measure(engine: Engine, weights: Weights, batch: Batch) -> tuple[LogRatios, OldPolicy]:
-    """Split the sampled tokens' log-ratios under `weights`, and return the native scores. Two forward passes.
+def measure(engine: Engine, weights: Weights, batch: Batch) -> tuple[LogRatios, OldPolicy, OldPolicy]:
+    """Split the sampled tokens' log-ratios under `weights`, and return native and replayed scores. Two forward passes.
 
     The ratios are whole on every host, in batch order.
     """
     native = engine.programs.native(weights, None, None, batch)
     replayed = engine.programs.replayed(weights, None, None, _with_routes(batch, batch.routes))
-    return _ratios(batch, replayed.logprobs, native.logprobs), native
+    return _ratios(batch, replayed.logprobs, native.logprobs), native, replayed
 
 
 def by_layer(engine: Engine, weights: Weights, batch: Batch) -> list[LogRatios]:
@@ -52,14 +54,21 @@ def _ratios(batch: Batch, replayed: Any, native: Any) -> LogRatios:
 
 
 def described(
-    ratios: LogRatios, before: RouterRecord, after: RouterRecord, prompt_lengths: np.ndarray, *, group_size: int
+    ratios: LogRatios,
+    before: RouterRecord,
+    after: RouterRecord,
+    replayed: RouterRecord,
+    prompt_lengths: np.ndarray,
+    *,
+    group_size: int,
 ) -> dict[str, Any]:
-    """Return all measurements after some updates. Routes are on the host."""
+    """Return all measurements after some updates. Routes are on the host: the old, the new, and the old replayed."""
+    prompt_columns = before.experts.shape[1] - ratios.mask.shape[1]
     found = decomposition.flips(
         np.asarray(before.experts).astype(int),
         np.asarray(after.experts).astype(int),
         prompt_lengths,
-        prompt_columns=before.experts.shape[1] - ratios.mask.shape[1],
+        prompt_columns=prompt_columns,
         old_logprobs=None if before.logprobs is None else np.asarray(before.logprobs),
     )
     tokens, K = max(1, int(ratios.mask.sum())), found.old.shape[3]
@@ -74,6 +83,12 @@ def described(
         "flip_rate_per_layer": (gone.sum(axis=(0, 1, 3)) / (tokens * K)).tolist(),
         "tokens_changed": float((gone.any(axis=(2, 3))).sum() / tokens),
     }
+    if before.logprobs is not None and replayed.logprobs is not None:
+        scores = (
+            np.moveaxis(decomposition.at_predicting(np.asarray(x), prompt_lengths, prompt_columns), 2, 0)
+            for x in (before.logprobs, replayed.logprobs)
+        )
+        facts["router_kl"] = float(np.asarray(router_kl(*map(jnp.asarray, scores)))[:, ratios.mask].mean())
     for level, these in (("token", ratios), ("sequence", ratios.of_responses)):
         moments = these.moments(group_size)
         one = decomposition.split(moments)
