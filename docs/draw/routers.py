@@ -40,7 +40,7 @@ class Arm:
 
     label: str
     base: str
-    """Arm from which it differs in one thing; "" for the testbed's own router."""
+    """Arm from which it differs in one thing; "" for the testbed's own."""
     color: str
 
 
@@ -50,13 +50,13 @@ ARMS: Mapping[str, Arm] = {
     "softmax": Arm("softmax", "renormalised", ROUTER),
     "sigmoid": Arm("sigmoid, bias 0", "renormalised", ROUTER),
     "bias": Arm("sigmoid with bias", "sigmoid", BIAS),
-    "moving": Arm("… that the update moves", "bias", BIAS),
-    "groups": Arm("sigmoid with bias, groups", "bias", BIAS),
-    "linear_0": Arm("Qwen3-Next's attention", "renormalised", LAYERS),
-    "linear_1": Arm("… 1 linear layer of 4", "linear_0", LAYERS),
-    "linear_2": Arm("… 2 linear layers of 4", "linear_0", LAYERS),
-    "linear_3": Arm("… 3 linear layers of 4", "linear_0", LAYERS),
-    "shared": Arm("… shared expert, all full", "linear_0", LAYERS),
+    "moving": Arm("sigmoid, moving bias", "bias", BIAS),
+    "groups": Arm("sigmoid, bias, groups", "bias", BIAS),
+    "linear_0": Arm("gated attention", "renormalised", LAYERS),
+    "linear_1": Arm("1 of 4 layers linear", "linear_0", LAYERS),
+    "linear_2": Arm("2 of 4 layers linear", "linear_0", LAYERS),
+    "linear_3": Arm("3 of 4 layers linear", "linear_0", LAYERS),
+    "shared": Arm("gated, shared expert", "linear_0", LAYERS),
 }
 """Arms in the order of the page."""
 TESTBED = "renormalised"
@@ -74,7 +74,7 @@ class Measure:
 
 
 MEASURES = (
-    Measure("Flips", "share of the experts", lambda facts: facts["flip_rate"]),
+    Measure("Flips", "share of chosen experts", lambda facts: facts["flip_rate"]),
     Measure("Tokens changed", "another expert in any layer", lambda facts: facts["tokens_changed"]),
     Measure("Router KL", "nats per layer", lambda facts: facts["router_kl"], False),
     Measure("Variance, tokens", "of the log-ratio, nats²", lambda facts: facts["token"]["whole"], False),
@@ -104,7 +104,7 @@ def apart(arms: Mapping[str, Seeds], base: Callable[[str], str]) -> list[str]:
         for name in arms
         if base(name) in arms and base(name) != name
     ]
-    return markdown_table(["", "compared with", *(f"Δ {measure.title.lower()}" for measure in MEASURES)], rows)
+    return markdown_table(["", "against", *(measure.title for measure in MEASURES)], rows)
 
 
 def _mean(measure: Measure, values: Sequence[float]) -> str:
@@ -156,6 +156,8 @@ def draw(arms: Mapping[str, Seeds], path: Path, *, columns: int) -> None:
 
 
 def _panel(axes: "Axes", arms: Mapping[str, Seeds], measure: Measure, *, named: bool) -> None:
+    from matplotlib.ticker import NullFormatter
+
     for place, (name, seeds) in enumerate(arms.items()):
         values, color = np.array([measure.of(facts) for facts in seeds.values()]), ARMS[name].color
         low, high = estimates.student_interval(values)
@@ -175,6 +177,7 @@ def _panel(axes: "Axes", arms: Mapping[str, Seeds], measure: Measure, *, named: 
         axes.xaxis.set_major_formatter(percent)
     else:
         axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def read(folder: Path) -> dict[str, Seeds]:
