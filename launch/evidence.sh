@@ -17,7 +17,7 @@ all=(cold drift noise routers screen second_screen bounds tune confirm tuned sha
 depths=(num_layers=12 learning_rate=0.0001 num_layers=48)
 measured=("${depths[@]}" learning_rate=0.0003 learning_rate=0.001 num_experts=128 train_router=True
   "weights_dtype=bfloat16,old_logprobs=sampler" "weights_dtype=int8,old_logprobs=sampler")
-routers=(renormalised softmax sigmoid bias groups linear_0 linear_1 linear_2 linear_3 shared) # of configs/routers.py
+routers=(renormalised softmax sigmoid bias groups shared linear_0 linear_1 linear_2 linear_3) # of configs/routers.py
 steps=()
 jobs=2
 for word in "$@"; do
@@ -63,16 +63,17 @@ for step in "${steps[@]}"; do
       ;;
     routers)
       out=runs/routers-noise
-      for seed in 0 1 2 3 4; do
-        for arm in "${routers[@]}"; do
-          flags=(--config="configs/routers.py:$arm" --config.seed="$seed" --workdir="runs/routers/$arm-$seed")
-          noise=(.venv/bin/python -m gspo_jax.noise "${flags[@]}" --updates=1 --nolayers)
-          if [ ! -f "$out/$arm-$seed/noise.json" ]; then
-            run .venv/bin/python -m gspo_jax.train "${flags[@]}"
-            run "${noise[@]}" --config.routing.bias_rate=0 --out="$out/$arm-$seed"
-          fi
+      for arm in "${routers[@]}"; do
+        config=configs/routers.py:$arm
+        case $arm in bias | groups | shared) bias=0.1 ;; *) bias=0 ;; esac
+        run .venv/bin/python -m gspo_jax.studies.random_models --config="$config" --seeds=5 --bias=$bias --out="runs/routers/$arm"
+        for seed in 0 1 2 3 4; do
+          model=runs/routers/$arm-$seed
+          noise=(.venv/bin/python -m gspo_jax.noise --config="$config" --config.seed="$seed" --config.model.folder="$model"
+            --workdir="$model" --updates=1 --nolayers)
+          if [ ! -f "$out/$arm-$seed/noise.json" ]; then run "${noise[@]}" --out="$out/$arm-$seed"; fi
           if [ "$arm" = bias ] && [ ! -f "$out/moving-$seed/noise.json" ]; then
-            run "${noise[@]}" --out="$out/moving-$seed" # the measured update moves the biases, too
+            run "${noise[@]}" --config.routing.bias_rate=0.001 --out="$out/moving-$seed" # the update moves the biases, too
           fi
         done
       done

@@ -42,19 +42,20 @@ def test_the_routers_arms_are_of_equal_size_and_differ_in_router_or_layers_alone
         whole = sum(x.size for x in jax.tree.leaves(shapes))
         expert = 3 * model.hidden_size * model.moe_intermediate_size
         sizes[arm] = whole, whole - model.routed_layers * (model.num_experts - model.experts_per_token) * expert
-        assert model.routed_layers == 24 and config.routing.bias_rate == (2e-3 if arm in ("bias", "groups") else 0)
+        assert model.routed_layers == 24
     whole, active = sizes["renormalised"]
     assert all(whole <= own[0] <= 1.025 * whole and active <= own[1] <= 1.12 * active for own in sizes.values())
-    assert sizes["shared"][0] == pytest.approx(sizes["linear_0"][0], rel=1e-3), "an expert is shared, not added"
+    assert sizes["shared"] == pytest.approx(sizes["bias"], rel=2e-3), "an expert is shared, not added"
     with pytest.raises(UserError, match="no arm 'sigmoids'; did you mean 'sigmoid'"):
         cli.load_config("configs/routers.py:sigmoids")
 
 
-def test_a_coin_rewards_half_of_the_responses_and_each_always_alike():
-    coin = runpy.run_path(str(ROOT / "configs/routers.py"))["coin"]
-    tossed = [coin("471: a+", f"a+ {n}", {}) for n in range(1000)]
-    assert set(tossed) == {0.0, 1.0} and 0.45 < sum(tossed) / 1000 < 0.55
-    assert tossed == [coin("471: a+", f"a+ {n}", {"answer": "1"}) for n in range(1000)]
+def test_rewards_are_drawn_evenly_and_for_each_response_always_alike():
+    drawn = runpy.run_path(str(ROOT / "configs/routers.py"))["drawn"]
+    found = [drawn("471: a+", f"a+ {n}", {}) for n in range(1000)]
+    assert 0 <= min(found) < 0.01 and 0.99 < max(found) < 1 and 0.45 < sum(found) / 1000 < 0.55
+    assert len(set(found)) == 1000 and drawn("471: b+", "a+ 0", {}) != found[0]
+    assert found == [drawn("471: a+", f"a+ {n}", {"answer": "1"}) for n in range(1000)]
 
 
 def runs(step: str):

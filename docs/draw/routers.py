@@ -50,13 +50,13 @@ ARMS: Mapping[str, Arm] = {
     "softmax": Arm("softmax", "renormalised", ROUTER),
     "sigmoid": Arm("sigmoid, bias 0", "renormalised", ROUTER),
     "bias": Arm("sigmoid with bias", "sigmoid", BIAS),
-    "moving": Arm("sigmoid, moving bias", "bias", BIAS),
-    "groups": Arm("sigmoid, bias, groups", "bias", BIAS),
-    "linear_0": Arm("gated attention", "renormalised", LAYERS),
-    "linear_1": Arm("1 of 4 layers linear", "linear_0", LAYERS),
-    "linear_2": Arm("2 of 4 layers linear", "linear_0", LAYERS),
-    "linear_3": Arm("3 of 4 layers linear", "linear_0", LAYERS),
-    "shared": Arm("gated, shared expert", "linear_0", LAYERS),
+    "moving": Arm("bias that moves", "bias", BIAS),
+    "groups": Arm("bias, groups", "bias", BIAS),
+    "shared": Arm("bias, shared expert", "bias", BIAS),
+    "linear_0": Arm("Qwen3-Next, none linear", "renormalised", LAYERS),
+    "linear_1": Arm("1 linear layer of 4", "linear_0", LAYERS),
+    "linear_2": Arm("2 linear layers of 4", "linear_0", LAYERS),
+    "linear_3": Arm("3 linear layers of 4", "linear_0", LAYERS),
 }
 """Arms in the order of the page."""
 TESTBED = "renormalised"

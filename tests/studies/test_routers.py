@@ -1,12 +1,20 @@
-"""The page of the routers' study: its tables by numbers worked by hand, its arms, and its picture."""
+"""The routers' study: its random models, and its page's tables by numbers worked by hand, arms, and picture."""
 
 import json
 import math
 import runpy
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
+from gspo_jax import cli
+from gspo_jax.models import huggingface
+from gspo_jax.models.config import by_path
+from gspo_jax.setup import keys
+from gspo_jax.setup.policy import cold_start_model
+from gspo_jax.studies import random_models
 from tests.pods import ROOT, drawer
 
 routers = drawer("routers")
@@ -64,3 +72,27 @@ def test_the_page_gets_its_tables_and_pictures(tmp_path):
     text = page.read_text()
     assert text.count("<!-- table: ") == 3 and text.count("| sigmoid with bias |") == 3
     assert all((tmp_path / "out" / name).stat().st_size > 10_000 for name in routers.LAYOUTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["bias", "linear_2"])
+def test_random_models_have_matrices_of_unit_gain(arm, tmp_path):
+    config = cli.load_config(f"configs/routers.py:{arm}")
+    config.model.architecture.num_layers = 4
+    if arm == "linear_2":
+        config.model.architecture.layer_types = config.model.architecture.layer_types[:4]
+    model = cold_start_model(config)
+    found = by_path(random_models.params(model, jax.random.key(0), bias=0.3))
+    inputs = {"o": 64, "out": 64, "down": 16, "conv": 4, "embed": 1}
+    for path, x in found.items():
+        name = path.rpartition(".")[2]
+        if name == "choice_bias":
+            assert np.std(x) == pytest.approx(0.3, rel=0.15)
+        elif name in ("router", "head", *inputs) or x.ndim > 2:
+            assert np.std(x) == pytest.approx(inputs.get(name, 64) ** -0.5, rel=0.15), path
+        else:
+            assert "norm" in path or name in ("a_log", "dt_bias"), f"{path} is not drawn"
+    random_models.write(config, tmp_path / "made", bias=0.3)
+    loaded, _ = huggingface.load(tmp_path / "made")
+    assert loaded.config.num_layers == 4 and loaded.config.eos_token_ids
+    assert np.array_equal(random_models.params(model, keys.init_key(config))["embed"][...], loaded.embed[...])
