@@ -52,9 +52,9 @@ def run(config: ConfigDict, workdir: str, updates: list[int], *, layers: bool = 
             done, weights = count, made.weights(state)
             ratios, native, replayed = measure(made, weights, batch)
             assert native.routes is not None and replayed.routes is not None
-            size = {"group_size": config.sampling.group_size}
             routes = before, on_host(native.routes), on_host(replayed.routes)
-            facts = described(ratios, *routes, batch.prompt_lengths, **size)
+            options = {"group_size": config.sampling.group_size, "unseen": batch.packing.unseen(count)}
+            facts = described(ratios, *routes, batch.prompt_lengths, **options)
             if layers and count == updates[-1]:
                 alone = by_layer(made, weights, batch)
                 facts["by_layer"] = [decomposition.split(one.moments(1))._asdict() for one in alone]

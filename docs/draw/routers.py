@@ -1,5 +1,7 @@
 """The figure and the tables of docs/evidence/routers.md: what one update does to the routes of each arm of the study.
 
+All but one table are of the responses that the update has not learned from.
+
     python docs/draw/routers.py runs/routers-noise [--page=docs/evidence/routers.md] [--out=docs/evidence/routers]
 
 Reads `ARM-SEED/noise.json` of every arm of configs/routers.py and every seed there is. Writes `routers.png`,
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Facts = Mapping[str, Any]
-"""What `noise.json` says after the update."""
+"""What `noise.json` says after the update, of all responses or of those that are `unseen`."""
 Seeds = Mapping[int | None, Facts]
 
 
@@ -78,8 +80,8 @@ MEASURES = (
     Measure("Tokens changed", "another expert in any layer", lambda facts: facts["tokens_changed"]),
     Measure("Router KL", "nats per layer", lambda facts: facts["router_kl"], False),
     Measure("Variance, tokens", "of the log-ratio, nats²", lambda facts: facts["token"]["whole"], False),
-    Measure("Share of the routes, tokens", "of that variance", lambda facts: facts["token"]["share"]),
-    Measure("Share of the routes, responses", "of their means' variance", lambda facts: facts["sequence"]["share"]),
+    Measure("Routes' share, tokens", "of that variance", lambda facts: facts["token"]["share"]),
+    Measure("Routes' share, responses", "of their means' variance", lambda facts: facts["sequence"]["share"]),
 )
 LAYOUTS = {"routers.png": 3, "routers-narrow.png": 1}
 """Panels per row of each picture."""
@@ -89,12 +91,16 @@ HEADLINE = "What one update does to the routes, by router"
 
 
 def means(arms: Mapping[str, Seeds]) -> list[str]:
-    """Return the table of each arm's means over the seeds, with Student's 95% intervals."""
+    """Return the table of each arm's means over the seeds, geometric unless of shares, with Student's 95% intervals."""
     rows = [
-        [ARMS[name].label, *(_mean(measure, list(map(measure.of, seeds.values()))) for measure in MEASURES)]
+        [
+            ARMS[name].label,
+            str(len(seeds)),
+            *(_mean(measure, list(map(measure.of, seeds.values()))) for measure in MEASURES),
+        ]
         for name, seeds in arms.items()
     ]
-    return markdown_table(["", *(measure.title for measure in MEASURES)], rows)
+    return markdown_table(["", "seeds", *(measure.title for measure in MEASURES)], rows)
 
 
 def apart(arms: Mapping[str, Seeds], base: Callable[[str], str]) -> list[str]:
@@ -108,10 +114,16 @@ def apart(arms: Mapping[str, Seeds], base: Callable[[str], str]) -> list[str]:
 
 
 def _mean(measure: Measure, values: Sequence[float]) -> str:
-    low, high = estimates.student_interval(np.array(values))
-    if measure.is_share:
-        return f"{100 * np.mean(values):.3g}% [{100 * low:.3g}%, {100 * high:.3g}%]"
-    return f"{np.mean(values):.2e} [{low:.1e}, {high:.1e}]"
+    mean, *span = _interval(measure, values)
+    how = (lambda x: f"{100 * x:.3g}%".replace("-", "−")) if measure.is_share else (lambda x: f"{x:.1e}")
+    return f"{how(mean)} [{', '.join(map(how, span))}]" if len(values) > 1 else how(mean)
+
+
+def _interval(measure: Measure, values: Sequence[float]) -> tuple[float, float, float]:
+    """Return a mean, geometric unless of shares, and its interval."""
+    found = np.array(values) if measure.is_share else np.log(values)
+    mean, (low, high) = float(found.mean()), estimates.student_interval(found)
+    return (mean, low, high) if measure.is_share else (math.exp(mean), math.exp(low), math.exp(high))
 
 
 def _apart(measure: Measure, arms: Mapping[str, Seeds], name: str, base: str) -> str:
@@ -120,8 +132,8 @@ def _apart(measure: Measure, arms: Mapping[str, Seeds], name: str, base: str) ->
         for seeds in (arms[name], arms[base])
     )
     found = difference(own, other)
-    if found is None:
-        return "no seed in common"
+    if found is None or found.seeds == 1:
+        return "–"
     text = _points(found) if measure.is_share else _times(found)
     return f"**{text}**" if found.is_clear else text
 
@@ -139,10 +151,10 @@ def _times(found: Estimate) -> str:
 def draw(arms: Mapping[str, Seeds], path: Path, *, columns: int) -> None:
     """Draw one picture."""
     width = columns * COLUMN + NAMES
-    count = len(next(iter(arms.values())))
+    count = max(map(len, arms.values()))
     note = (
-        f"Models of equal size, 24 layers, 8 of 64 experts, whose routers are as drawn. Dots: {count} seeds. Bars: "
-        "their mean with its 95% interval (Student's t)."
+        "Random models of equal size, 24 layers of 64 experts; responses that the update has not learned from. Dots: "
+        f"up to {count} seeds. Bars: 95% intervals of their mean (Student's t)."
     )
     head = Head(HEADLINE, note, width=width)
     height = head.height + -(-len(MEASURES) // columns) * ROW
@@ -159,11 +171,11 @@ def _panel(axes: "Axes", arms: Mapping[str, Seeds], measure: Measure, *, named: 
     from matplotlib.ticker import NullFormatter
 
     for place, (name, seeds) in enumerate(arms.items()):
-        values, color = np.array([measure.of(facts) for facts in seeds.values()]), ARMS[name].color
-        low, high = estimates.student_interval(values)
+        values, color = [measure.of(facts) for facts in seeds.values()], ARMS[name].color
+        mean, low, high = _interval(measure, values)
         axes.plot(values, [place + 0.25] * len(values), "o", color=color, alpha=0.5, markersize=3)
-        error = [[values.mean() - low], [high - values.mean()]]
-        axes.errorbar([values.mean()], [place], xerr=error, color=color, marker="o", markersize=5, capsize=2.5)
+        error = [[mean - low], [high - mean]]
+        axes.errorbar([mean], [place], xerr=error, color=color, marker="o", markersize=5, capsize=2.5)
     axes.set(title=measure.title)
     axes.set_xlabel(measure.unit, fontsize=10)
     axes.set_ylim(len(arms) - 0.4, -0.6)
@@ -173,7 +185,7 @@ def _panel(axes: "Axes", arms: Mapping[str, Seeds], measure: Measure, *, named: 
         size = min(10.0, 10.0 * (NAMES - 0.25) / text_width(ARMS[name].label, 10.0, "bold"))
         text.set(color=ARMS[name].color, weight="bold", fontsize=size)
     if measure.is_share:
-        axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
+        axes.set_xlim(min(0.0, axes.get_xlim()[0]), 1.03 * axes.get_xlim()[1])
         axes.xaxis.set_major_formatter(percent)
     else:
         axes.set_xscale("log")
@@ -183,8 +195,10 @@ def _panel(axes: "Axes", arms: Mapping[str, Seeds], measure: Measure, *, named: 
 def read(folder: Path) -> dict[str, Seeds]:
     """Return each arm's facts after one update, by seed.
 
+    Arms without any are left out.
+
     Raises:
-      UserError: an arm has none, or a file is not of this study.
+      UserError: the testbed's own router has none, or a file is not of this study.
     """
     arms: dict[str, dict[int | None, Facts]] = {}
     for name in ARMS:
@@ -193,16 +207,16 @@ def read(folder: Path) -> dict[str, Seeds]:
             seed = re.fullmatch(rf"{name}-(\d+)", path.parent.name)
             if seed is not None:
                 arms[name][int(seed[1])] = _facts(path)
-        if not arms[name]:
-            raise UserError(f"{folder} has no {name}-SEED/noise.json; make it with bash launch/evidence.sh routers")
-    return dict(arms)
+    if not arms[TESTBED]:
+        raise UserError(f"{folder} has no {TESTBED}-SEED/noise.json; make it with bash launch/evidence.sh routers")
+    return {name: seeds for name, seeds in arms.items() if seeds}
 
 
 def _facts(path: Path) -> Facts:
     try:
         facts: Any = foreign.read_json(path, inside=path.parent, remedy="")
         (after,) = facts["after"]
-        _ = [measure.of(after) for measure in MEASURES]
+        _ = [measure.of(of) for measure in MEASURES for of in (after, after["unseen"])]
     except (OSError, ValueError, LookupError, TypeError):
         raise UserError(f"{path} is not of one update of this study; remove it, and make it again") from None
     return after
@@ -223,9 +237,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(given: Namespace) -> None:
-    arms, out, page = read(Path(given.folder)), Path(given.out), Path(given.page)
+    every, out, page = read(Path(given.folder)), Path(given.out), Path(given.page)
+    arms = {name: {seed: facts["unseen"] for seed, facts in seeds.items()} for name, seeds in every.items()}
     tables = {
         "means": means(arms),
+        "all responses": means(every),
         "from the testbed": apart(arms, lambda _: TESTBED),
         "one change": apart(arms, lambda name: ARMS[name].base),
     }

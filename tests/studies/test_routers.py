@@ -1,5 +1,6 @@
 """The routers' study: its random models, and its page's tables by numbers worked by hand, arms, and picture."""
 
+import dataclasses
 import json
 import math
 import runpy
@@ -18,7 +19,9 @@ from gspo_jax.studies import random_models
 from tests.pods import ROOT, drawer
 
 routers = drawer("routers")
-PAGE = "\n\n".join(f"<!-- table: {name} -->\n<!-- end -->" for name in ("means", "from the testbed", "one change"))
+PAGE = "\n\n".join(
+    f"<!-- table: {name} -->\n<!-- end -->" for name in ("means", "all responses", "from the testbed", "one change")
+)
 
 
 def facts(flips: float, kl: float) -> dict[str, object]:
@@ -33,7 +36,8 @@ def made(folder: Path) -> Path:
             more = (0.01, 1.1 + 0.1 * seed) if name == "sigmoid" else (0, 1)
             place = folder / f"{name}-{seed}" / "noise.json"
             place.parent.mkdir(parents=True)
-            place.write_text(json.dumps({"after": [facts(0.01 * (1 + seed) + more[0], 1e-4 * more[1])]}))
+            found = facts(0.01 * (1 + seed) + more[0], 1e-4 * more[1])
+            place.write_text(json.dumps({"after": [found | {"unseen": found}]}))
     return folder
 
 
@@ -41,7 +45,7 @@ def test_means_and_differences_by_hand(tmp_path):
     arms = routers.read(made(tmp_path))
     rows = {row.split(" | ")[0].strip("| "): row for row in routers.means(arms)}
     half = 4.302653 * 1 / math.sqrt(3)  # Student's t with two degrees of freedom, a spread of one point
-    assert f"| 2% [{2 - half:.3g}%, {2 + half:.3g}%] |" in rows["softmax, renormalised"]
+    assert f"| 3 | 2% [−{half - 2:.3g}%, {2 + half:.3g}%] |" in rows["softmax, renormalised"]
     apart = {row.split(" | ")[0].strip("| "): row for row in routers.apart(arms, lambda name: routers.ARMS[name].base)}
     assert "softmax, renormalised | +1.00 [+1.00, +1.00] |" in apart["sigmoid, bias 0"], "flat: not bold"
     ratios = [math.log(x) for x in (1.1, 1.2, 1.3)]
@@ -70,7 +74,7 @@ def test_the_page_gets_its_tables_and_pictures(tmp_path):
     page.write_text(PAGE)
     assert routers.main([str(made(tmp_path / "noise")), f"--page={page}", f"--out={tmp_path / 'out'}"]) == 0
     text = page.read_text()
-    assert text.count("<!-- table: ") == 3 and text.count("| sigmoid with bias |") == 3
+    assert text.count("<!-- table: ") == 4 and text.count("| sigmoid with bias |") == 7
     assert all((tmp_path / "out" / name).stat().st_size > 10_000 for name in routers.LAYOUTS)
 
 
@@ -93,6 +97,9 @@ def test_random_models_have_matrices_of_unit_gain(arm, tmp_path):
         else:
             assert "norm" in path or name in ("a_log", "dt_bias"), f"{path} is not drawn"
     random_models.write(config, tmp_path / "made", bias=0.3)
-    loaded, _ = huggingface.load(tmp_path / "made")
-    assert loaded.config.num_layers == 4 and loaded.config.eos_token_ids
-    assert np.array_equal(random_models.params(model, keys.init_key(config))["embed"][...], loaded.embed[...])
+    read = huggingface.read_config(tmp_path / "made")
+    assert read == dataclasses.replace(model, eos_token_ids=read.eos_token_ids, pad_token_id=read.pad_token_id)
+    again = by_path(random_models.params(model, keys.init_key(config), bias=0.3))
+    assert all(
+        np.array_equal(x, again[path]) for path, x in by_path(huggingface.load_params(tmp_path / "made", read)).items()
+    )
