@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -107,14 +109,15 @@ def test_flips_are_compared_where_tokens_are_predicted():
 def test_the_kl_of_routers_is_over_the_old_experts_where_tokens_are_predicted():
     """Two responses of up to three tokens in 2 + 3 positions, three layers, two of many experts."""
     random = np.random.default_rng(5)
-    ratios = LogRatios.of(*(np.zeros((2, 3)),) * 3, np.array([[True, True, True], [True, False, False]]))
-    experts = np.tile(np.arange(2), (2, 5, 3, 1))
-    old, new = (RouterRecord(experts, np.log(random.uniform(0.05, 0.45, size=experts.shape))) for _ in range(2))
-    options = {"group_size": 1, "unseen": np.array([False, True])}
+    still, experts = np.zeros((2, 3)), np.tile(np.arange(2), (2, 5, 3, 1))
+    ratios = LogRatios.of(still, still, still, np.array([[True, True, True], [True, False, False]]))
+    before, after = (np.log(random.uniform(0.05, 0.45, size=experts.shape)) for _ in range(2))
+    old, new = (RouterRecord(jnp.asarray(experts), jnp.asarray(x)) for x in (before, after))
+    options: dict[str, Any] = {"group_size": 1, "unseen": np.array([False, True])}
     facts = measuring.described(ratios, old, old, new, np.array([2, 1]), **options)
     found = []
     for row, positions in ((0, (1, 2, 3)), (1, (0,))):  # the prompt's last token, and the response's but for its last
-        p, q = (np.exp(x.logprobs[row, positions], dtype=np.float64) for x in (old, new))
+        p, q = (np.exp(x[row, positions]) for x in (before, after))
         found.append((p * np.log(p / q)).sum(-1) + (1 - p.sum(-1)) * np.log((1 - p.sum(-1)) / (1 - q.sum(-1))))
     assert facts["router_kl"] == pytest.approx(np.concatenate(found).mean(), rel=1e-5)
     assert facts["unseen"]["router_kl"] == pytest.approx(found[1].mean(), rel=1e-5)
@@ -124,8 +127,9 @@ def test_the_kl_of_routers_is_over_the_old_experts_where_tokens_are_predicted():
 
 
 def test_responses_that_no_update_has_learned_from():
-    responses = np.array([[2, 0, -1], [1, 3, -1]], np.int32)
-    packing = Packing(*(responses,) * 5, np.ones((2, 1), np.int32), row_lengths=(8,), size=2)
+    responses: Any = np.array([[2, 0, -1], [1, 3, -1]], np.int32)
+    others: Any = dict.fromkeys(("kind", "turn", "prompt", "start", "turns"), np.zeros((2, 3), np.int32))
+    packing = Packing(responses=responses, row_lengths=(8,), size=2, **others)
     assert packing.unseen(0).all() and packing.unseen(0).shape == (4,)
     assert packing.unseen(1).tolist() == [False, True, False, True]
     assert not packing.unseen(2).any() and not packing.unseen(3).any()
