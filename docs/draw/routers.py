@@ -83,6 +83,7 @@ MEASURES = (
     Measure("Routes' share, tokens", "of that variance", lambda facts: facts["token"]["share"]),
     Measure("Routes' share, responses", "of their means' variance", lambda facts: facts["sequence"]["share"]),
 )
+FIRST_AND_LAST = "Flips in the first, the last layer"
 LAYOUTS = {"routers.png": 3, "routers-narrow.png": 1}
 """Panels per row of each picture."""
 NAMES, COLUMN, ROW = 2.3, 3.2, 3.9
@@ -92,15 +93,12 @@ HEADLINE = "What one update does to the routes, by router"
 
 def means(arms: Mapping[str, Seeds]) -> list[str]:
     """Return the table of each arm's means over the seeds, geometric unless of shares, with Student's 95% intervals."""
-    rows = [
-        [
-            ARMS[name].label,
-            str(len(seeds)),
-            *(_mean(measure, list(map(measure.of, seeds.values()))) for measure in MEASURES),
-        ]
-        for name, seeds in arms.items()
-    ]
-    return markdown_table(["", "seeds", *(measure.title for measure in MEASURES)], rows)
+    rows = []
+    for name, seeds in arms.items():
+        cells = [_mean(measure, list(map(measure.of, seeds.values()))) for measure in MEASURES]
+        by_layer = np.mean([facts["flip_rate_per_layer"] for facts in seeds.values()], axis=0)
+        rows.append([ARMS[name].label, str(len(seeds)), *cells, f"{by_layer[0]:.2%}, {by_layer[-1]:.1%}"])
+    return markdown_table(["", "seeds", *(measure.title for measure in MEASURES), FIRST_AND_LAST], rows)
 
 
 def apart(arms: Mapping[str, Seeds], base: Callable[[str], str]) -> list[str]:

@@ -26,7 +26,14 @@ PAGE = "\n\n".join(
 
 def facts(flips: float, kl: float) -> dict[str, object]:
     split = {"whole": 1e-3, "share": 0.5}
-    return {"flip_rate": flips, "tokens_changed": 0.5, "router_kl": kl, "token": split, "sequence": split}
+    return {
+        "flip_rate_per_layer": [0.002, flips],
+        "flip_rate": flips,
+        "tokens_changed": 0.5,
+        "router_kl": kl,
+        "token": split,
+        "sequence": split,
+    }
 
 
 def made(folder: Path) -> Path:
@@ -46,6 +53,7 @@ def test_means_and_differences_by_hand(tmp_path):
     rows = {row.split(" | ")[0].strip("| "): row for row in routers.means(arms)}
     half = 4.302653 * 1 / math.sqrt(3)  # Student's t with two degrees of freedom, a spread of one point
     assert f"| 3 | 2% [−{half - 2:.3g}%, {2 + half:.3g}%] |" in rows["softmax, renormalised"]
+    assert rows["softmax, renormalised"].endswith("| 0.20%, 2.0% |")
     apart = {row.split(" | ")[0].strip("| "): row for row in routers.apart(arms, lambda name: routers.ARMS[name].base)}
     assert "softmax, renormalised | +1.00 [+1.00, +1.00] |" in apart["sigmoid, bias 0"], "flat: not bold"
     ratios = [math.log(x) for x in (1.1, 1.2, 1.3)]
