@@ -199,6 +199,7 @@ COMMANDS: dict[str, Command] = {
         (
             _WORKDIR,
             Flag("updates", "numbers of updates after which to measure", default="1,2,4,16", metavar="N,…"),
+            Flag("layers", "after the most, also each layer's routes alone, a forward pass each", bool, True),
             Flag("out", "folder for noise.json and the pictures", default="noise", metavar="DIR"),
         ),
         "required",

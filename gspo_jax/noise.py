@@ -27,8 +27,10 @@ from gspo_jax.studies import noise_figure
 from gspo_jax.types import RouterRecord
 
 
-def run(config: ConfigDict, workdir: str, updates: list[int]) -> dict[str, Any]:
+def run(config: ConfigDict, workdir: str, updates: list[int], *, layers: bool = True) -> dict[str, Any]:
     """Measure after these numbers of updates. Return `{checkpoint, layers, experts, …, after: [facts]}`.
+
+    With `layers` the last facts also have a split per layer, for a forward pass each.
 
     Raises:
       UserError: the policy is dense, or the run folder cannot be read.
@@ -48,11 +50,12 @@ def run(config: ConfigDict, workdir: str, updates: list[int]) -> dict[str, Any]:
             for number in range(done, count):
                 state, _ = made.update(state, batch, number % made.minibatches)
             done, weights = count, made.weights(state)
-            ratios, native = measure(made, weights, batch)
-            assert native.routes is not None
-            size = {"group_size": config.sampling.group_size}
-            facts = described(ratios, before, on_host(native.routes), batch.prompt_lengths, **size)
-            if count == updates[-1]:
+            ratios, native, replayed = measure(made, weights, batch)
+            assert native.routes is not None and replayed.routes is not None
+            routes = before, on_host(native.routes), on_host(replayed.routes)
+            options = {"group_size": config.sampling.group_size, "unseen": batch.packing.unseen(count)}
+            facts = described(ratios, *routes, batch.prompt_lengths, **options)
+            if layers and count == updates[-1]:
                 alone = by_layer(made, weights, batch)
                 facts["by_layer"] = [decomposition.split(one.moments(1))._asdict() for one in alone]
             after.append({"updates": count} | facts)
@@ -88,7 +91,7 @@ def main(config: ConfigDict) -> None:
     given = flags.FLAGS
     updates, out = parse_updates(given.updates), Path(given.out)
     out.mkdir(parents=True, exist_ok=True)
-    facts = run(config, given.workdir, updates)
+    facts = run(config, given.workdir, updates, layers=given.layers)
     if processes.is_first():
         cli.write_facts(str(out / "noise.json"), facts)
         noise_figure.draw_all([facts], out)

@@ -147,6 +147,11 @@ class Packing:
         live = np.flatnonzero(flat >= 0)
         return live[np.argsort(flat[live])]
 
+    def unseen(self, updates: int) -> Bool[np.ndarray, " B"]:
+        """Return the responses that none of the first `updates` mini-batches has; on the host."""
+        responses = np.asarray(self.responses)
+        return np.isin(np.arange((responses >= 0).sum()), responses[:updates], invert=True)
+
     def in_order(self, tree: Any) -> Any:
         """Reorder host arrays of places, [M, Q, …], to the batch's order, [B, …]."""
         places = self.places

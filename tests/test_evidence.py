@@ -1,12 +1,16 @@
 """The study's configs: that the testbed is a run, and that the sweep has the runs of the protocol."""
 
 import re
+import runpy
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from gspo_jax import cli
 from gspo_jax.errors import UserError
+from gspo_jax.models import transformer
 from gspo_jax.setup.checks import check
 from gspo_jax.sweeping.grid import comparisons
 
@@ -25,6 +29,33 @@ def test_the_testbed_is_a_run_that_train_accepts():
         cli.load_config(str(ROOT / "configs/drift.py:adder"))
     (comparison,) = comparisons([f"--config={ROOT / 'configs/drift.py'}"], [], None)
     assert len(comparison.runs) == 9 and comparison.seeds == 1
+
+
+def test_the_routers_arms_are_of_equal_size_and_differ_in_router_or_layers_alone():
+    arms = runpy.run_path(str(ROOT / "configs/routers.py"))["ARMS"]
+    sizes, of_testbed = {}, cli.load_config(str(ROOT / "configs/drift.py")).model.architecture.to_dict()
+    for arm in ("renormalised", "bias", "shared", "linear_0", "linear_3"):
+        config, changed = cli.load_config(f"configs/routers.py:{arm}"), arms[arm]
+        model = check(config)
+        assert config.model.architecture.to_dict() == of_testbed | changed
+        _, shapes = transformer.abstract(model, dtype=jnp.dtype("float32"), dispatch="gather")
+        whole = sum(x.size for x in jax.tree.leaves(shapes))
+        expert = 3 * model.hidden_size * model.moe_intermediate_size
+        sizes[arm] = whole, whole - model.routed_layers * (model.num_experts - model.experts_per_token) * expert
+        assert model.routed_layers == 24
+    whole, active = sizes["renormalised"]
+    assert all(0.999 < own[0] / whole < 1.025 and 0.995 < own[1] / active < 1.12 for own in sizes.values())
+    assert sizes["shared"] == pytest.approx(sizes["bias"], rel=2e-3), "an expert is shared, not added"
+    with pytest.raises(UserError, match="no arm 'sigmoids'; did you mean 'sigmoid'"):
+        cli.load_config("configs/routers.py:sigmoids")
+
+
+def test_rewards_are_drawn_evenly_and_for_each_response_always_alike():
+    drawn = runpy.run_path(str(ROOT / "configs/routers.py"))["drawn"]
+    found = [drawn("471: a+", f"a+ {n}", {}) for n in range(1000)]
+    assert 0 <= min(found) < 0.01 and 0.99 < max(found) < 1 and 0.45 < sum(found) / 1000 < 0.55
+    assert len(set(found)) == 1000 and drawn("471: b+", "a+ 0", {}) != found[0]
+    assert found == [drawn("471: a+", f"a+ {n}", {"answer": "1"}) for n in range(1000)]
 
 
 def runs(step: str):

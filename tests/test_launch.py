@@ -343,8 +343,17 @@ def test_the_study_runs_its_steps_in_order_and_does_not_repeat_them(copy):
         and "--out=runs/drift-noise/num_layers=12" not in again
         and "gspo_jax.coldstart" not in again
     )
+    shown = _bash(copy, "bash launch/evidence.sh routers --dry-run").stdout
+    assert [shown.count(f"gspo_jax.{name} ") for name in ("studies.random_models", "noise")] == [10, 55]
+    (copy / "runs/routers-noise/shared-4").mkdir(parents=True)
+    (copy / "runs/routers-noise/shared-4/noise.json").touch()
+    again = _bash(copy, "bash launch/evidence.sh routers --dry-run").stdout.splitlines()
+    assert (
+        len(again) == len(shown.splitlines()) - 1
+        and again[-1] == ".venv/bin/python docs/draw/routers.py runs/routers-noise"
+    )
     refused = _bash(copy, "bash launch/evidence.sh scren")
-    assert refused.returncode == 2 and "unexpected scren; use steps (cold drift noise screen" in refused.stderr
+    assert refused.returncode == 2 and "unexpected scren; use steps (cold drift noise routers" in refused.stderr
 
 
 def test_docs_are_built_strictly_with_an_extra_of_their_own(copy):

@@ -9,7 +9,6 @@ Each PLAN is a file written by `python -m gspo_jax.plan --json=PLAN`. The first 
 """
 
 import json
-import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from gspo_jax import foreign
 from gspo_jax.errors import UserError
 from gspo_jax.parser import Parser
 from gspo_jax.planning.show import cycles_table, markdown_table
+from gspo_jax.studies.pages import replaced
 
 Plan = Mapping[str, Any]
 PARTS = ("attention", "grouped_matmul", "kernels", "matmul", "memory", "vector", "collectives", "latency")
@@ -109,20 +109,6 @@ def choices(plans: Sequence[Plan]) -> list[str]:
         links = f"{_ms(t['ici'])}, {_ms(t['exposed'])}"
         rows.append([_changes(plan), _gb(facts["peak_bytes"]), *times, links, _gb(facts["ici_bytes"])])
     return markdown_table(head, rows)
-
-
-def replaced(page: str, name: str, lines: Sequence[str]) -> str:
-    """Return pages with the table of this name replaced.
-
-    Raises:
-      UserError: the pages do not have one such table.
-    """
-    begin = f"<!-- table: {name} -->"
-    table = "\n".join([begin, "", *lines, "", "<!-- end -->"])
-    page, count = re.subn(rf"{begin}\n.*?<!-- end -->", lambda _: table, page, flags=re.DOTALL)
-    if count != 1:
-        raise UserError(f"the pages have {count} tables {name!r}; they need one {begin} with an <!-- end -->")
-    return page
 
 
 def read(path: str) -> Plan:

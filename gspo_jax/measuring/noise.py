@@ -3,13 +3,16 @@
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Float
 
 from gspo_jax import estimates
 from gspo_jax.engine import Engine
 from gspo_jax.parallel import hosts
 from gspo_jax.routing import decomposition
-from gspo_jax.routing.decomposition import LogRatios
+from gspo_jax.routing.decomposition import Flips, LogRatios
+from gspo_jax.routing.drift import router_kl
 from gspo_jax.types import Batch, OldPolicy, RouterRecord, Weights
 
 POSITIONS = 8
@@ -19,14 +22,14 @@ PROBABILITIES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 1.0)
 SEED = 0
 
 
-def measure(engine: Engine, weights: Weights, batch: Batch) -> tuple[LogRatios, OldPolicy]:
-    """Split the sampled tokens' log-ratios under `weights`, and return the native scores. Two forward passes.
+def measure(engine: Engine, weights: Weights, batch: Batch) -> tuple[LogRatios, OldPolicy, OldPolicy]:
+    """Split the sampled tokens' log-ratios under `weights`, and return native and replayed scores. Two forward passes.
 
     The ratios are whole on every host, in batch order.
     """
     native = engine.programs.native(weights, None, None, batch)
     replayed = engine.programs.replayed(weights, None, None, _with_routes(batch, batch.routes))
-    return _ratios(batch, replayed.logprobs, native.logprobs), native
+    return _ratios(batch, replayed.logprobs, native.logprobs), native, replayed
 
 
 def by_layer(engine: Engine, weights: Weights, batch: Batch) -> list[LogRatios]:
@@ -52,16 +55,50 @@ def _ratios(batch: Batch, replayed: Any, native: Any) -> LogRatios:
 
 
 def described(
-    ratios: LogRatios, before: RouterRecord, after: RouterRecord, prompt_lengths: np.ndarray, *, group_size: int
+    ratios: LogRatios,
+    before: RouterRecord,
+    after: RouterRecord,
+    replayed: RouterRecord,
+    prompt_lengths: np.ndarray,
+    *,
+    group_size: int,
+    unseen: Bool[np.ndarray, " B"],
 ) -> dict[str, Any]:
-    """Return all measurements after some updates. Routes are on the host."""
+    """Return all measurements after some updates.
+
+    Args:
+      before, after, replayed: the old routes, the new, and the old replayed, on the host.
+      unseen: responses that no update has learned from, measured once more by themselves.
+    """
+    prompt_columns = before.experts.shape[1] - ratios.mask.shape[1]
     found = decomposition.flips(
         np.asarray(before.experts).astype(int),
         np.asarray(after.experts).astype(int),
         prompt_lengths,
-        prompt_columns=before.experts.shape[1] - ratios.mask.shape[1],
+        prompt_columns=prompt_columns,
         old_logprobs=None if before.logprobs is None else np.asarray(before.logprobs),
     )
+    kl = None
+    if before.logprobs is not None and replayed.logprobs is not None:
+        old, new = (
+            np.moveaxis(decomposition.at_predicting(np.asarray(x), prompt_lengths, prompt_columns), 2, 0)
+            for x in (before.logprobs, replayed.logprobs)
+        )
+        kl = np.asarray(router_kl(jnp.asarray(old), jnp.asarray(new)))
+    facts = _measured(ratios, found, kl, group_size)
+    if unseen.any():
+        facts["unseen"] = _measured(ratios.where(unseen[:, None]), found, kl, group_size)
+    facts["by_position"] = decomposition.by_position(ratios, parts=min(POSITIONS, ratios.mask.shape[1]))
+    facts["by_flips"] = decomposition.by_flips(ratios, found)
+    facts["by_rank"] = decomposition.by_rank(ratios, found)
+    if found.probability is not None:
+        facts["by_probability"] = decomposition.by_probability(ratios, found, PROBABILITIES)
+    return facts
+
+
+def _measured(
+    ratios: LogRatios, found: Flips, kl: Float[np.ndarray, "L B T"] | None, group_size: int
+) -> dict[str, Any]:
     tokens, K = max(1, int(ratios.mask.sum())), found.old.shape[3]
     gone = found.old & ratios.mask[:, :, None, None]
     lost, of_group = gone.sum(axis=(1, 2, 3)), ratios.mask.sum(axis=1)
@@ -74,14 +111,11 @@ def described(
         "flip_rate_per_layer": (gone.sum(axis=(0, 1, 3)) / (tokens * K)).tolist(),
         "tokens_changed": float((gone.any(axis=(2, 3))).sum() / tokens),
     }
+    if kl is not None:
+        facts["router_kl"] = float(kl[:, ratios.mask].mean())
     for level, these in (("token", ratios), ("sequence", ratios.of_responses)):
         moments = these.moments(group_size)
         one = decomposition.split(moments)
         between = decomposition.share_interval(moments, seed=SEED)
         facts[level] = one._asdict() | {"share": one.share, "interval": list(between)}
-    facts["by_position"] = decomposition.by_position(ratios, parts=min(POSITIONS, ratios.mask.shape[1]))
-    facts["by_flips"] = decomposition.by_flips(ratios, found)
-    facts["by_rank"] = decomposition.by_rank(ratios, found)
-    if found.probability is not None:
-        facts["by_probability"] = decomposition.by_probability(ratios, found, PROBABILITIES)
     return facts

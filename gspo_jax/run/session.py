@@ -202,7 +202,7 @@ class Run:
         every = self.config.routing.noise_every
         if not every or (done % every and done != self.config.iterations):
             return {}
-        ratios, _ = noise.measure(self.engine, self.engine.weights(state), batch)
+        ratios, *_ = noise.measure(self.engine, self.engine.weights(state), batch)
         return decomposition.metrics(ratios)
 
     def _guard(self, batch: Batch, metrics: list[Metrics]) -> None:

@@ -84,6 +84,8 @@ def draw(runs: Sequence[Facts], path: Path, *, columns: int) -> None:
         ("By its router probability", "largest, up to", _squares_by("by_probability", "up_to")),
         ("Share by position", "token of the response", _positions),
     ]
+    if not all("by_layer" in facts["after"][-1] for facts in runs):
+        panels = [panel for panel in panels if panel[2] is not _layers]
     width = columns * COLUMN
     colors = [PALETTE[number % len(PALETTE)] for number in range(len(runs))]
     head = Head(HEADLINE, HOW_TO_READ, width=width, names=list(zip(labels(runs), colors, strict=True)))
@@ -163,7 +165,7 @@ def read(folder: Path) -> Facts:
     try:
         facts: Any = foreign.read_json(folder / "noise.json", inside=folder, remedy="")
         table([facts])
-        _ = facts["after"][-1]["by_layer"]
+        _ = facts["after"][-1]["by_position"]
     except (OSError, ValueError, LookupError, TypeError):
         command = f"python -m gspo_jax.noise --out={folder}"
         raise UserError(f"{folder} has no noise.json of this version; measure one with {command}") from None

@@ -1,4 +1,4 @@
-"""Report texts: the HTML page and the markdown table."""
+"""Report texts: the HTML page, the markdown table, and tables of the documentation."""
 
 import base64
 import html
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from gspo_jax.errors import UserError
 from gspo_jax.folder.notes import change_line
 from gspo_jax.folder.samples import read_samples
 from gspo_jax.folder.storage import HELD_OUT
@@ -183,6 +184,20 @@ def family_table(found: Sequence[_Facts], *, panels: str, differences: str, comm
     if runs[0]["command"]:
         parts.append(f"The first of these runs was made with\n\n```bash\n{runs[0]['command']}\n```")
     return "\n\n".join(parts) + "\n"
+
+
+def replaced(page: str, name: str, lines: Sequence[str]) -> str:
+    """Return pages with the table of this name replaced.
+
+    Raises:
+      UserError: the pages do not have one such table.
+    """
+    begin = f"<!-- table: {name} -->"
+    table = "\n".join([begin, "", *lines, "", "<!-- end -->"])
+    page, count = re.subn(rf"{begin}\n.*?<!-- end -->", lambda _: table, page, flags=re.DOTALL)
+    if count != 1:
+        raise UserError(f"the pages have {count} tables {name!r}; they need one {begin} with an <!-- end -->")
+    return page
 
 
 def _markdown_table(rows: Sequence[Mapping[str, str]]) -> str:

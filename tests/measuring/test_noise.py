@@ -2,17 +2,21 @@
 
 import dataclasses
 import json
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from gspo_jax import engine, estimates, noise
 from gspo_jax.errors import UserError
 from gspo_jax.folder.metrics import read_metrics
+from gspo_jax.measuring import noise as measuring
 from gspo_jax.routing import decomposition
 from gspo_jax.routing.decomposition import LogRatios, Moments
 from gspo_jax.studies import noise_figure
 from gspo_jax.train import train
+from gspo_jax.types import Packing, RouterRecord
 from tests.run.test_family import ADDER, settings
 
 MASK = np.array([[True, True, False], [True, True, True], [False, False, False], [True, False, False]])
@@ -102,6 +106,35 @@ def test_flips_are_compared_where_tokens_are_predicted():
     assert unknown.count.sum() == 0 and unknown.probability is None
 
 
+def test_the_kl_of_routers_is_over_the_old_experts_where_tokens_are_predicted():
+    """Two responses of up to three tokens in 2 + 3 positions, three layers, two of many experts."""
+    random = np.random.default_rng(5)
+    still, experts = np.zeros((2, 3)), np.tile(np.arange(2), (2, 5, 3, 1))
+    ratios = LogRatios.of(still, still, still, np.array([[True, True, True], [True, False, False]]))
+    before, after = (np.log(random.uniform(0.05, 0.45, size=experts.shape)) for _ in range(2))
+    old, new = (RouterRecord(jnp.asarray(experts), jnp.asarray(x)) for x in (before, after))
+    options: dict[str, Any] = {"group_size": 1, "unseen": np.array([False, True])}
+    facts = measuring.described(ratios, old, old, new, np.array([2, 1]), **options)
+    found = []
+    for row, positions in ((0, (1, 2, 3)), (1, (0,))):  # the prompt's last token, and the response's but for its last
+        p, q = (np.exp(x[row, positions]) for x in (before, after))
+        found.append((p * np.log(p / q)).sum(-1) + (1 - p.sum(-1)) * np.log((1 - p.sum(-1)) / (1 - q.sum(-1))))
+    assert facts["router_kl"] == pytest.approx(np.concatenate(found).mean(), rel=1e-5)
+    assert facts["unseen"]["router_kl"] == pytest.approx(found[1].mean(), rel=1e-5)
+    assert facts["flip_rate"] == 0 and (facts["tokens"], facts["unseen"]["tokens"]) == (4, 1)
+    options["unseen"][:] = False
+    assert "unseen" not in measuring.described(ratios, old, old, new, np.array([2, 1]), **options)
+
+
+def test_responses_that_no_update_has_learned_from():
+    responses: Any = np.array([[2, 0, -1], [1, 3, -1]], np.int32)
+    others: Any = dict.fromkeys(("kind", "turn", "prompt", "start", "turns"), np.zeros((2, 3), np.int32))
+    packing = Packing(responses=responses, row_lengths=(8,), size=2, **others)
+    assert packing.unseen(0).all() and packing.unseen(0).shape == (4,)
+    assert packing.unseen(1).tolist() == [False, True, False, True]
+    assert not packing.unseen(2).any() and not packing.unseen(3).any()
+
+
 def test_tokens_are_classed_by_the_number_the_rank_and_the_probability_of_what_they_lost():
     """Four tokens, two layers of nine experts: one keeps all, one loses two, one loses nine, one loses its last."""
     old = np.zeros((1, 4, 2, 9), bool)
@@ -169,6 +202,8 @@ def test_the_command_and_the_metric_on_a_run(data, tmp_path):
             split = one[level]
             assert split["weights"] + split["routes"] + split["covariance"] == pytest.approx(split["whole"], rel=1e-6)
             assert split["interval"][0] <= split["share"] <= split["interval"][1]
+        assert one.get("unseen", one)["tokens"] <= one["tokens"]
+        assert 0 < one["router_kl"] < 1 and before["router_kl"] < 1e-6
         assert 0 < one["flip_interval"][0] <= one["flip_rate"] <= one["flip_interval"][1] < 1
         assert one["flip_rate"] == pytest.approx(np.mean(one["flip_rate_per_layer"]))
     last = facts["after"][-1]
