@@ -142,7 +142,7 @@ def _points(found: Estimate) -> str:
 
 
 def _times(found: Estimate) -> str:
-    mean, low, high = (f"{math.exp(x):.2g}" for x in (found.mean, found.low, found.high))
+    mean, low, high = (f"{float(f'{math.exp(x):.2g}'):g}" for x in (found.mean, found.low, found.high))
     return f"×{mean} [{low}, {high}]"
 
 
