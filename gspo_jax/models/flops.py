@@ -31,7 +31,7 @@ class Flops(NamedTuple):
     trunk: float | int
     """Projections, routers and feed-forward, except for `down`."""
     down: float | int
-    """The feed-forward's last matrix. The backward pass does not need its output."""
+    """The feed-forward's last matrix, of layers that are rematerialised alone or last: nothing needs its output."""
     attention: float | int
     head: float | int
     adapters: float | int = 0
@@ -72,7 +72,7 @@ def forward(config: ModelConfig, work: Work, *, is_step: bool = False) -> Flops:
       is_step: of a decode step, where queries of latent attention meet latents, in place of expanded keys and values.
     """
     D, trunk, down, attention = config.hidden_size, 0, 0, 0
-    for stack in config.stacks:
+    for stack, is_last in ((stack, stack is run[-1]) for run in config.runs for stack in run):
         if stack.state is None:
             projections, pair = _latent(config, is_step=is_step) if config.latent else _attention(config)
             attention += stack.layers * work.pairs * pair
@@ -80,7 +80,8 @@ def forward(config: ModelConfig, work: Work, *, is_step: bool = False) -> Flops:
             projections, token = _delta_rule(config)
             attention += stack.layers * work.tokens * token
         trunk += stack.layers * work.tokens * (projections + 2 * D * (stack.experts + 2 * stack.active_width))
-        down += stack.layers * work.tokens * 2 * D * stack.active_width
+        last_matrix = stack.layers * work.tokens * 2 * D * stack.active_width
+        trunk, down = (trunk, down + last_matrix) if is_last else (trunk + last_matrix, down)
     return Flops(trunk, down, attention, head=work.predictions * 2 * D * config.vocab_size)
 
 
