@@ -394,14 +394,19 @@ def cases(target):
     """Return (function, name, dtype) of what is compiled.
 
     For v5p all, and the largest in float32 too; elsewhere the largest, with adapters beside experts in int8 for all of
-    the grouped matmul's kernels, and drafts in int8 alone.
+    the grouped matmul's kernels, and drafts in int8 alone. v5e has the cores and VMEM of v6e, and so its blocks: there,
+    only a kernel of each kind.
     """
     named = [(of, name) for of, names in KERNELS.items() for name in names]
     largest = [case for case in named if case in LARGEST]
     if target.startswith("v5p"):
         whole = [case for case in largest if case[0] in (packed, experts_swiglu, turned, sums, pairs, vocabulary)]
         return [*((*case, "bfloat16") for case in named), *((*case, "float32") for case in whole)]
-    return [(*case, "bfloat16") for case in largest if case[0] not in (experts, experts_int8, decode_drafts)]
+    left_out = {experts, experts_int8, decode_drafts}
+    if target.startswith("v5e"):
+        left_out |= {experts_adapted, decode_int8_drafts}
+        largest = [case for case in largest if case[0] is not decode or case[1] == "30B"]
+    return [(*case, "bfloat16") for case in largest if case[0] not in left_out]
 
 
 def figures(target):
