@@ -130,7 +130,7 @@ class _Token(NamedTuple):
 
 
 class _Reads(NamedTuple):
-    """Of a token's state, and each row of numbers: Σ_j weights_j k_j Δ_j^T + run · S_run + prompt · S_prompt."""
+    """A token's state, and each row of numbers, as sums: Σ_j weights_j k_j Δ_j^T + run · S_run + prompt · S_prompt."""
 
     weights: Float[Array, "n C"]
     run: Float[Array, "n 1"]
@@ -153,7 +153,7 @@ running state, 0 of others; the same over |k|; both of the prompt's state; weigh
 
 
 class _Room(NamedTuple):
-    """What a group's chunks have before any state is known, in VMEM."""
+    """VMEM for what a group's chunks compute before any state is known."""
 
     columns: Any
     """[group, C, 128]: `_COLUMNS`."""
@@ -237,7 +237,7 @@ class _Chunk(NamedTuple):
     """A chunk whose states are known."""
 
     number: Any
-    """Of the group."""
+    """Number of the chunk in its group."""
     q: Float[Array, "C k"]
     k: Float[Array, "C k"]
     turned: Float[Array, "k 2C"]
@@ -671,7 +671,7 @@ class _Places(NamedTuple):
     flags: Float[Array, "n 8 C"]
     """1 for tokens that continue the running state, and for those that continue the newest prompt's."""
     table: Int[Array, "f n"]
-    """Of each chunk: the two tokens of `_tokens`, and 1 if some token reads the prompt's state."""
+    """The two tokens of `_tokens` per chunk, and 1 if some token reads the prompt's state."""
     read: Int[Array, "f E"]
     """Tokens whose states are returned, in order."""
     counts: Int[Array, " n+1"]

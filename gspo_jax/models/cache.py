@@ -121,11 +121,11 @@ def write_tokens(
         return each(lambda old, x: old.at[layer, pages, :, columns].set(x, mode="drop"), pool, own)
 
     # Head by head: to write a token's heads together, a TPU copies the pool to a layout with heads side by side.
-    def put(old: Array, x: Array) -> Array:
+    def by_head(old: Array, x: Array) -> Array:
         heads = jnp.arange(old.shape[2])[None, None]
         return old.at[layer, pages[..., None], heads, columns[..., None]].set(x, mode="drop")
 
-    return each(put, pool, own)
+    return each(by_head, pool, own)
 
 
 def write_prefix(

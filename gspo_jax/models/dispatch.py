@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from gspo_jax.errors import UserError
 from gspo_jax.kernels import decode_experts_tpu, pairs
 from gspo_jax.kernels.backend import platform, unchecked, varying_like
-from gspo_jax.kernels.decode_tpu import RANKS, Adapter, Stacked
+from gspo_jax.kernels.decode_tpu import LANES, RANKS, Adapter, Stacked
 from gspo_jax.kernels.row_sums_tpu import in_order
 from gspo_jax.kernels.scopes import RARELY
 from gspo_jax.models.experts import (
@@ -51,12 +51,12 @@ BLOCK = 8
 """Rows that are contiguous in a TPU's memory."""
 _FEW = 2**17
 """Most rows of a buffer that fits all pairs, whoever they are for, where it has no gradient."""
+_ROOM = 4
+"""Size of larger ones, as a multiple of a balanced load. They are used again if more arrive."""
 _MOST_PICKED = 2**13
 """Most tokens of a group that go to all of its shards, each of which computes what its own experts give."""
 _WIDEST_STEP = 16
 """Most tokens of a text in a decode step. A prefill has more."""
-_ROOM = 4
-"""Size of larger ones, as a multiple of a balanced load. They are used again if more arrive."""
 
 
 def check_dispatch(dispatch: Dispatch, platform: str) -> None:
@@ -159,7 +159,7 @@ def _picked(
 
 def _takes_picked(x: Float[Array, "B T D"], kernels: ExpertKernels) -> bool:
     """Return True for a decode step's tokens on TPU, in whole tiles."""
-    whole = all(size % 128 == 0 for size in kernels.gate.weights.shape[-2:])
+    whole = all(size % LANES == 0 for size in kernels.gate.weights.shape[-2:])
     few = x.shape[1] <= _WIDEST_STEP and x.shape[0] * x.shape[1] * jax.lax.axis_size("expert") <= _MOST_PICKED
     return platform() == "tpu" and x.dtype == jnp.bfloat16 and whole and few
 

@@ -195,7 +195,7 @@ class _Step:
     newest: tuple[Int[Array, "B Q"], Int[Array, "B Q"]]
     """Page and column of each token fed."""
     visits: Visits | None
-    """Of the kernel that attends on TPU."""
+    """Blocks that the attention kernel reads on TPU; None: attention is in plain operations."""
 
     is_step = True
 

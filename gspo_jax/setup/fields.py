@@ -39,12 +39,13 @@ def check_fields(config: ConfigDict) -> None:
     """Check that a config has exactly the fields of `base()`, each of the right type and range."""
     _check_section(config, config, base(), [])
     shape = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
-    latent = {f"latent.{field.name}": field.type for field in dataclasses.fields(Latent)}
-    for section, types in (("model.architecture", shape | latent), ("data.options", _OPTIONS)):
-        for key in names(at(config, section)):
+    sections = [("model.architecture", shape), ("data.options", _OPTIONS)]
+    if isinstance(config.model.architecture.get("latent"), ConfigDict):
+        sections.append(("model.architecture.latent", {field.name: field.type for field in dataclasses.fields(Latent)}))
+    for section, types in sections:
+        for key, value in at(config, section).items():
             name, kind = f"{section}.{key}", types.get(key)
             kind, optional = (get_args(kind)[0], True) if isinstance(kind, UnionType) else (kind, name in _OWN_SIZES)
-            value = at(config, name)
             if kind in TYPES and not (optional and value is None):
                 check_value(name, value, kind)
     for name, section in config.data.sources.items():
@@ -127,8 +128,9 @@ def _check_is_section(name: str, value: Any) -> None:
 def _check_type(name: str, value: Any, kind: Any) -> None:
     """Raise a UserError unless a value has this type. Whole numbers count as floats, booleans do not."""
     fits: Any = {float: (int, float), tuple: (tuple, list)}.get(kind, kind)
+    shown = value.to_dict() if isinstance(value, ConfigDict) else value  # on one line
     if not isinstance(value, fits) or (isinstance(value, bool) and kind is not bool):
-        raise UserError(f"{name} is {value!r}; use {TYPES.get(kind, f'a {kind.__name__}')}")
+        raise UserError(f"{name} is {shown!r}; use {TYPES.get(kind, f'a {kind.__name__}')}")
 
 
 def _check_range(name: str, value: Any, allowed: Range) -> None:

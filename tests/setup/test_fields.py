@@ -152,6 +152,12 @@ def test_a_number_out_of_range_is_refused(name):
         assert "\n" not in says and len(says) < 240, f"{value!r}: {says}"
 
 
+@pytest.mark.parametrize("name", ["iterations", "model.architecture.num_layers", "model.architecture.latent.rank"])
+def test_a_section_in_place_of_a_number_is_refused(name):
+    with pytest.raises(UserError, match=rf"^{re.escape(name)} is {{'a': 1}}; use a whole number$"):
+        check(changed(tiny_with("model.architecture.latent.rank", 16), {name: {"a": 1}}))
+
+
 def test_every_range_is_that_of_a_field():
     assert set(RANGES) <= {*FIELDS, *numeric_fields()}
     assert len(numeric_fields()) > 100

@@ -108,7 +108,7 @@ DELTA |= {f"linear_{of}_{size}": 8 for of in ("key", "value") for size in ("head
     ],
 )
 def test_a_cold_start_has_a_model_of_its_family(shape, says):
-    """What the family's file does not know would be lost in the folder that a cold start writes."""
+    """Fields that the family does not have are refused: the folder that a cold start writes would lose them."""
     config = cli.load_config(f"{ROOT}/configs/tiny.py").copy_and_resolve_references()
     config.model.architecture.update(shape)
     if says is None:
