@@ -169,7 +169,7 @@ class Sampler:
         `heard` is called while others are still being sampled.
 
         Raises:
-          RuntimeError: input shapes sampled before were compiled again.
+          RuntimeError: input shapes sampled before were compiled again, though no program was dropped.
         """
         return self.resume(prompts, self.keys(prompts, key, first), limits=limits, heard=heard).rollout
 
@@ -202,7 +202,7 @@ class Sampler:
 
         Raises:
           ValueError: no weights are loaded.
-          RuntimeError: input shapes sampled before were compiled again.
+          RuntimeError: input shapes sampled before were compiled again, though no program was dropped.
         """
         if self._weights is None:
             raise ValueError("the sampler has no weights; call load first")
@@ -216,8 +216,8 @@ class Sampler:
             options = {"limit": self.stop.max_length, "with_ends": self._model.is_recurrent}
             packed = pack(prompts, prefix, shards=shards, **options)
         rows = packed and (packed.tokens.shape, packed.ends is not None and packed.ends.shape)
-        shapes = (prompts.tokens.shape, width, rows, limits is None, min_ended, heard is None)
-        compiled = _compiled_programs()
+        compiled, dropped = _programs.count()
+        shapes = (prompts.tokens.shape, width, rows, limits is None, min_ended, heard is None, dropped)
         placed: Any = hosts.shard_rows(self.mesh, (prompts, keys, packed, limits))
         with jax.set_mesh(self.mesh):
             batch, key_data, rows, most = placed
@@ -235,7 +235,7 @@ class Sampler:
                 decoded = decoder.decode(self._graph, *inputs, **options, prompt_length=width)
             decoded = jax.block_until_ready(decoded)
             self._count(decoded.stats, prefill_s=middle - start, decode_s=time.perf_counter() - middle)
-        if shapes in self._sampled_shapes and _compiled_programs() > compiled:
+        if _programs.count()[0] > compiled and shapes in self._sampled_shapes:
             # Otherwise every iteration would silently pay for compilation.
             raise RuntimeError(f"prompts of shape {shapes[0]} were sampled before, yet the sampler was compiled again")
         self._sampled_shapes.add(shapes)
@@ -271,6 +271,19 @@ class Sampler:
         )
 
 
-def _compiled_programs() -> int:
-    programs: tuple[Any, ...] = decoder.prefill, decoder.decode, *polled.PROGRAMS
-    return sum(program._cache_size() for program in programs)
+class _Programs:
+    """Counts the programs that samplers of this process have compiled."""
+
+    def __init__(self):
+        self._newest = self._dropped = 0
+
+    def count(self) -> tuple[int, int]:
+        """Return how many there are, and how often they were dropped before, as by `jax.clear_caches`."""
+        programs: tuple[Any, ...] = decoder.prefill, decoder.decode, *polled.PROGRAMS
+        now = sum(program._cache_size() for program in programs)
+        self._dropped += now < self._newest
+        self._newest = now
+        return now, self._dropped
+
+
+_programs = _Programs()

@@ -307,6 +307,19 @@ def test_responses_begin_with_an_opening(sampler):
 
 
 @pytest.mark.slow
+def test_shapes_are_compiled_once_unless_their_programs_are_dropped():
+    """Weights in another type are refused, as no run may compile in every iteration; a dropped program is not."""
+    own = make_sampler()
+    own.load(Weights.full(place(params(), MESH)))
+    before = own(some(0, 2), KEY)
+    jax.clear_caches()
+    np.testing.assert_array_equal(before.tokens, own(some(0, 2), KEY).tokens)
+    own._weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), own._weights)
+    with pytest.raises(RuntimeError, match=r"^prompts of shape \(2, 6\) were sampled before, yet the sampler was comp"):
+        own(some(0, 2), KEY)
+
+
+@pytest.mark.slow
 def test_turns_in_parts(sampler):
     """Multi-turn episodes that are cut off and resumed equal those played to the end in one call."""
     player = Player(sampler, environment=Replying(answer), max_turns=3)
