@@ -11,8 +11,9 @@ tokens after ragged prompts, and the gradient of a text's mean log-prob. Then, h
 - gradients are compared, parameter by parameter, relative to the norm of theirs.
 
 Prints a line per folder. Exits with code 1 if one differs by more than the limits in the brackets of the heading, and
-by more than twice what transformers' own float32 differs ("theirs"): delta rule layers norm outputs that may be tiny. A
-greedy token may differ only where transformers' two best logits are closer than `TIE`.
+by more than twice what transformers' own float32 differs ("theirs"): delta rule layers norm outputs that may be tiny,
+and with weights as large as these magnify rounding. A greedy token may differ only where transformers' two best logits
+are closer than `TIE`. With --drawn the weights are those that transformers draws, ten times smaller.
 """
 
 import argparse
@@ -171,7 +172,7 @@ def common(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def make(family: str, variant: int, seed: int, folder: Path) -> None:
+def make(family: str, variant: int, seed: int, folder: Path, *, drawn: bool) -> None:
     """Write a folder, a folder of gradients in its tensors' places, and reference.npz. Runs where torch is."""
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
@@ -184,10 +185,11 @@ def make(family: str, variant: int, seed: int, folder: Path) -> None:
     known = set(cls.config_class().to_dict()) | {"dtype", "qkv_bias"}
     config = cls.config_class(**{key: value for key, value in fields.items() if key in known})
     config._attn_implementation = config._experts_implementation = "eager"
+    torch.manual_seed(seed)
     model = cls(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for key, weight in [*model.named_parameters(), *model.named_buffers()]:
+        for key, weight in () if drawn else (*model.named_parameters(), *model.named_buffers()):
             if "correction_bias" in key:
                 weight.normal_(0.0, 0.2, generator=generator)
             elif "norm" in key or "A_log" in key or "dt_bias" in key:
@@ -313,13 +315,14 @@ def main() -> int:
     parser.add_argument("--python", type=Path, help="python of an environment with torch and transformers")
     parser.add_argument("--seeds", default="0", help="comma-separated")
     parser.add_argument("--variant", type=int, help="only this one")
+    parser.add_argument("--drawn", action="store_true", help="keep the weights that transformers draws")
     parser.add_argument("--keep", type=Path, help="folder to keep everything in")
     parser.add_argument("--make", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("families", nargs="*", help="all by default")
     args = parser.parse_args()
     if args.make:
         family, variant, seed, folder = args.make
-        make(family, int(variant), int(seed), Path(folder))
+        make(family, int(variant), int(seed), Path(folder), drawn=args.drawn)
         return 0
     from gspo_jax.errors import UserError
 
@@ -333,6 +336,7 @@ def main() -> int:
                     folder.mkdir(parents=True, exist_ok=True)
                     own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
                     command = [args.python, __file__, "--make", family, str(variant), str(seed), str(folder)]
+                    command += ["--drawn"] * args.drawn
                     subprocess.run(command, check=True, env=own, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
                     try:
                         found = compare(folder)
