@@ -233,7 +233,7 @@ def base() -> ConfigDict:
     config.critic.trunk = "own"  # a copy of the initial policy's trunk. "policy": a value head on the policy's
     config.critic.optimizer = adamw(learning_rate=1e-5, schedule="constant", warmup_updates=10)
     config.mismatch = ConfigDict()  # importance weights for the sampler–trainer mismatch
-    config.mismatch.correction = ""  # "tis", "icepop", "sequence_mask": need old_logprobs="recompute". Empty: none
+    config.mismatch.correction = ""  # "tis", "icepop", "sequence_mask": the trainer scores old log-probs. Empty: none
     # Off-policy sequence mask: a response with a negative advantage has no gain if its mean log μ − log π_θ per token
     # exceeds this many nats (μ: sampler's policy, π_θ: the update's). None: off.
     config.mismatch.negative_mask = placeholder(float)
@@ -246,7 +246,10 @@ def base() -> ConfigDict:
     # from 1024 on, that full-length responses nearly fill.
     config.training.row_tokens = placeholder(int)
     config.training.max_skipped = 10  # consecutive updates with non-finite gradients that end the run
-    config.training.old_logprobs = "sampler"  # or "recompute": score with the trainer before a batch's first update
+    # Log-probs of the old policy. "sampler": the sampler's. "recompute": score with the trainer before a batch's first
+    # update. "auto": recompute where the sampler's rounding could pass the objective's bounds, or where replay "r2" or
+    # mismatch.correction needs it.
+    config.training.old_logprobs = "auto"
     config.training.entropy_weight = 0.0  # weight of an entropy bonus in the loss, 0: off
     config.training.logprob_chunk = 4096  # tokens, over all devices, with logits in memory at once
 
@@ -470,7 +473,7 @@ RANGES = {
     "training.minibatches": COUNT,
     "training.row_tokens": COUNT,
     "training.max_skipped": COUNT,
-    "training.old_logprobs": _one_of("sampler", "recompute"),
+    "training.old_logprobs": _one_of("auto", "sampler", "recompute"),
     "training.entropy_weight": FINITE,
     "training.logprob_chunk": COUNT,
     **{f"{of}optimizer.{name}": allowed for of in ("", "critic.", "coldstart.") for name, allowed in _ADAMW.items()},
@@ -535,5 +538,6 @@ ADJUSTABLE = (
 )
 """Patterns of hyper-parameters that a resumed run may change, from its next update on. None shapes the train state.
 
-`training.old_logprobs` may not change with partial rollouts, which keep router log-probs for one of its values only.
+What `training.old_logprobs` amounts to may not change with partial rollouts, which keep router log-probs for one of its
+values only.
 """

@@ -269,7 +269,7 @@ def _programs(
         gradient = make_gradient(made.graph, scoring, penalties=penalties, replay=replay, **others)
         return Programs(
             deal=jax.jit(deal),
-            score=make_score(config, made, critic, teacher, recompute=config.training.old_logprobs == "recompute"),
+            score=make_score(config, made, critic, teacher, recompute=learning.recomputes(config)),
             native=make_old_policy(made.graph, scoring, recompute=True, replay="none"),
             replayed=make_old_policy(made.graph, scoring, recompute=True, replay="r3"),
             experience=make_experience(
@@ -313,7 +313,7 @@ def make_sampler(
         slots=config.sampling.slots,
         pool_tokens=config.sampling.pool_tokens or pool_tokens,
         page=config.sampling.page,
-        router_logprobs=players.keeps_router_logprobs(config, made.config),
+        router_logprobs=learning.keeps_router_logprobs(config, made.config),
         precision=config.sampling.weights_dtype or None,
         cache_dtype=config.sampling.cache_dtype or None,
         shares_frozen=_shares_frozen(config, made, meshes),

@@ -22,7 +22,7 @@ from gspo_jax.measuring.noise import by_layer, described, measure
 from gspo_jax.measuring.opened import open_policy
 from gspo_jax.parallel import hosts, processes
 from gspo_jax.routing import decomposition
-from gspo_jax.setup import keys
+from gspo_jax.setup import keys, learning
 from gspo_jax.studies import noise_figure
 from gspo_jax.types import RouterRecord
 
@@ -65,7 +65,7 @@ def run(config: ConfigDict, workdir: str, updates: list[int], *, layers: bool = 
         "experts": model.num_experts,
         "experts_per_token": model.experts_per_token,
         "router": "trained" if config.coldstart.train_router else "as drawn",
-        "sampler": config.sampling.weights_dtype if config.training.old_logprobs == "sampler" else "",
+        "sampler": "" if learning.recomputes(config) else config.sampling.weights_dtype,
         "objective": config.objective.name,
         "learning_rate": config.optimizer.learning_rate,
         "replay": config.routing.replay,

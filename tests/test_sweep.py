@@ -139,7 +139,12 @@ def test_finished_runs_are_known_and_grow_and_others_are_refused(tmp_path):
         ([], ["seed=0,1"], None, "--sweep seed=0,1 sweeps the seed; use --seeds=0,1"),
         ([], ["mesh=1,2"], None, "mesh is a section and not '1'; set one of its fields"),
         ([], ["optimizer.learning_rate=1e-4,-1"], None, "optimizer.learning_rate is -1.0; use a finite number above 0"),
-        ([], ["routing.replay=none,r2"], None, "set training.old_logprobs to 'recompute'"),
+        (
+            ["--config.training.old_logprobs=sampler"],
+            ["routing.replay=none,r2"],
+            None,
+            "set training.old_logprobs to 'recompute'",
+        ),
         ([], ["mesh.data=2,3"], None, "data×fsdp×expert = 12"),
         (["--config.objective.name=ppo"], ["objective.name=gspo,grpo"], None, "sets a field that the sweep varies"),
         (["--config.model.folder=no"], [], "2", "no is not a folder"),

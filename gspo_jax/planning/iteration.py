@@ -23,6 +23,7 @@ from gspo_jax.planning.programs import NAMES
 from gspo_jax.planning.setting import Setting
 from gspo_jax.rollout import prefixes as prefixes_lib
 from gspo_jax.rollout.loop import slot_counts
+from gspo_jax.setup import learning
 from gspo_jax.training.packing import Packer
 
 PHASES = ("reshard", "prefill", "decode", "reward", "score", "update")
@@ -189,7 +190,7 @@ def make_run(programs: Mapping[str, Mapping[str, Any]], setting: Setting, *, tok
         reward_s=answers * sum(ANSWER_S.get(name, 0.0) for name in config.rewards),
         update=rate(programs["update"], setting, "update"),
         forward=rate(programs["score"], setting, "score"),
-        scores=training.old_logprobs == "recompute" or config.reference.kl_weight > 0 or scored,
+        scores=learning.recomputes(config) or config.reference.kl_weight > 0 or scored,
     )
 
 

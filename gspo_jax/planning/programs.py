@@ -20,7 +20,7 @@ from gspo_jax.rollout import decoder, polled
 from gspo_jax.rollout.pages import Pool
 from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.prefixes import PackedPrefix, few
-from gspo_jax.setup import learning, players
+from gspo_jax.setup import learning
 from gspo_jax.setup.memory import prefix_rows
 from gspo_jax.types import Batch, OldPolicy, Packing, Prompts, Rollout, RouterRecord, Weights
 
@@ -82,7 +82,7 @@ class _Programs:
         """
         config, engine = self.config, self.engine
         score, teacher = engine.programs.score, engine.scoring_teacher(engine.teacher_shapes)
-        recompute = config.training.old_logprobs == "recompute"
+        recompute = learning.recomputes(config)
         if not (recompute or config.reference.kl_weight or teacher or self.critic):
             with jax.set_mesh(self.mesh):
                 score = engine_lib.make_score(config, engine.policy, None, None, recompute=True)
@@ -177,7 +177,7 @@ class _Programs:
         """Build a rollout. `each` makes an array from one response's shape."""
         S, T, model = self.S, self.T, self.model
         routed = (S + T, *model.route_shape)
-        kept = players.keeps_router_logprobs(self.config, model)
+        kept = learning.keeps_router_logprobs(self.config, model)
         return Rollout(
             prompts=each((S,), jnp.int32),
             prompt_lengths=each((), jnp.int32),
@@ -193,7 +193,7 @@ class _Programs:
     def _batch(self) -> Batch:
         config, objective = self.config, self.engine.objective
         rollout, tokens = self._rollout(self._places), self._places((self.T,), jnp.float32)
-        recomputed = config.training.old_logprobs == "recompute"
+        recomputed = learning.recomputes(config)
         routes = None
         if recomputed and self.model.is_routed:
             logprobs = self._places(rollout.routes.experts.shape[2:], jnp.float32)

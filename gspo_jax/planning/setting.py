@@ -177,7 +177,7 @@ class Setting:
     def _policies_scored(self) -> tuple[int, int]:
         """Passes of models of the policy's shape in "score", and those with adapters: its own, and the reference's."""
         config, engine = self.config, self.engine
-        own, reference = config.training.old_logprobs == "recompute", config.reference.kl_weight > 0
+        own, reference = learning.recomputes(config), config.reference.kl_weight > 0
         alone = engine.scoring_teacher(engine.teacher_shapes) is not None and engine.critic is None
         own = own or not (reference or alone)
         return own + reference, own + (reference and bool(engine.policy.adapter_folder))

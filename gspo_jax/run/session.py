@@ -26,7 +26,7 @@ from gspo_jax.run.evaluations import Evaluations
 from gspo_jax.run.log import RunLog
 from gspo_jax.run.phases import Phases
 from gspo_jax.run.stragglers import slowest
-from gspo_jax.setup import keys
+from gspo_jax.setup import keys, learning
 from gspo_jax.training.checkpoint import Checkpointer, named_leaves
 from gspo_jax.training.metrics import Metrics
 from gspo_jax.training.shaping import Filter
@@ -218,7 +218,7 @@ class Run:
                 "all advantages of a batch are 0, because the responses to each prompt have equal "
                 "rewards; use easier or harder prompts, larger groups, or sampling.rounds > 1"
             )
-        recomputed = config.training.old_logprobs == "recompute"
+        recomputed = learning.recomputes(config)
         self.log.guard_rounding(objective, metrics[0], stale=int(batch.stale_tokens.sum()), recomputed=recomputed)
 
     def evaluate_if_due(self) -> None:

@@ -301,7 +301,7 @@ def _check_learning(config: ConfigDict, objective: Objective) -> None:
     if overlong.penalty or overlong.cache:
         shaping.overlong(np.zeros(0, int), limit=config.sampling.max_response_length, cache=overlong.cache)
     correction = learning.make_mismatch_correction(config)
-    if correction is not None and config.training.old_logprobs != "recompute":
+    if correction is not None and not learning.recomputes(config):
         raise UserError(
             f"mismatch.correction {config.mismatch.correction!r} weighs the trainer's log-probs against the sampler's; "
             "set training.old_logprobs to 'recompute'"
@@ -358,8 +358,7 @@ def check_packing(config: ConfigDict) -> None:
 
 
 def _check_routing(config: ConfigDict, objective: Objective) -> None:
-    routing, recompute = config.routing, config.training.old_logprobs == "recompute"
-    if routing.replay == "r2" and not recompute:
+    if config.routing.replay == "r2" and not learning.recomputes(config):
         raise UserError(
             "routing.replay is 'r2', which replays the routes of the trainer's recomputed old log-probs; "
             "set training.old_logprobs to 'recompute', or use 'r3' for the sampler's routes"

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -108,6 +108,49 @@ def _made(config: ConfigDict, title: str, name: str, known: Sequence[str], make:
         return make(name, functions.load(config), **section.to_dict())
     except UserError as error:
         raise UserError(f"{title}.{name}: {error}" if len(section) else str(error)) from None
+
+
+ROUNDING: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 0.025, "int8": 0.08}
+"""Standard deviation of a token's log μ − log π, in nats, of a sampler in this dtype and a trainer with the same
+weights: an upper estimate (docs/metrics.md#the-first-mini-batch)."""
+SIGMAS = 5
+"""Standard deviations of rounding within which a bound gates responses that no update has moved."""
+
+
+def recomputes(config: ConfigDict) -> bool:
+    """Return True if the trainer scores responses before a batch's first update, as `training.old_logprobs` says."""
+    choice = config.training.old_logprobs
+    return choice == "recompute" or (choice == "auto" and why_recomputed(config) != "")
+
+
+def why_recomputed(config: ConfigDict) -> str:
+    """Return a sentence on why `training.old_logprobs="auto"` has old log-probs recomputed, empty if it has not.
+
+    Replay "r2" and mismatch corrections need them. Else a bound of the objective has to be within `SIGMAS` · σ of a
+    ratio of 1: σ = `ROUNDING` for a token's ratio, and over √T for the mean over the T tokens of the longest response.
+    """
+    says, sampling = "old log-probs are recomputed (training.old_logprobs='auto')", config.sampling
+    if config.routing.replay == "r2":
+        return f"{says}: routing.replay 'r2' replays their routes"
+    if config.mismatch.correction:
+        return f"{says}: mismatch.correction weighs them against the sampler's"
+    dtypes = (sampling.weights_dtype or config.model.dtype, sampling.cache_dtype or config.model.dtype)
+    dtype = max(dtypes, key=ROUNDING.__getitem__)
+    objective, sigma = make_objective(config), ROUNDING[dtype]
+    if objective.level == "sequence":
+        sigma /= math.sqrt(sampling.max_response_length)
+    name = min(objective.bounds, key=objective.bounds.__getitem__, default="")
+    if not name or objective.bounds[name] >= SIGMAS * sigma:
+        return ""
+    return (
+        f"{says}: {objective.name}'s {name}={objective.bounds[name]:g} is less than {SIGMAS} times what a sampler in "
+        f"{dtype} rounds, {sigma:.1g}"
+    )
+
+
+def keeps_router_logprobs(config: ConfigDict, model: ModelConfig) -> bool:
+    """Return True if the sampler, not the trainer, records router log-probs."""
+    return model.is_routed and not recomputes(config)
 
 
 def make_penalties(config: ConfigDict) -> Penalties:

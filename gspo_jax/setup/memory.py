@@ -13,7 +13,7 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel.mesh import batch_shards, head_axis
 from gspo_jax.rollout import prefixes
 from gspo_jax.rollout.pages import Pool, whole_pool
-from gspo_jax.setup import players
+from gspo_jax.setup import learning
 
 HEADROOM = 0.08
 """Share of a chip's memory that a pool of the default size leaves free."""
@@ -70,7 +70,7 @@ def sampling_bytes(config: ConfigDict, model: ModelConfig, sampler: Mapping[str,
         rows, width = prefix_rows(config, slots, pool)
         tokens += rows * width
         states += slots  # most prefixes are of responses that were in a slot
-    logprobs = 4 if players.keeps_router_logprobs(config, model) else 0
+    logprobs = 4 if learning.keeps_router_logprobs(config, model) else 0
     record = math.prod(model.route_shape) * (model.expert_dtype.itemsize + logprobs) + 12
     kept = _RECORDS * responses * config.sampling.max_response_length * record
     return tokens * token_bytes(config, model, sampler) + states * state_bytes(config, model, sampler) + kept

@@ -9,7 +9,6 @@ from gspo_jax.data.pipeline import prompt_text
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import UserError
-from gspo_jax.models.config import ModelConfig
 from gspo_jax.rewards.replies import Replies, Setting
 from gspo_jax.rollout.drafting import NO_DRAFTS, Drafting
 from gspo_jax.rollout.episodes import Buffer, Episodes, Player
@@ -33,11 +32,6 @@ def make_drafting(config: ConfigDict) -> Drafting:
     """Return what decoding drafts."""
     drafter = config.sampling.draft
     return NO_DRAFTS if drafter == "none" else Drafting(drafter, config.sampling.draft_tokens)
-
-
-def keeps_router_logprobs(config: ConfigDict, model: ModelConfig) -> bool:
-    """Return True if the sampler, not the trainer, records router log-probs."""
-    return model.is_routed and config.training.old_logprobs == "sampler"
 
 
 def stop_ids(config: ConfigDict, tokenizer: Tokenizer) -> tuple[int, ...]:

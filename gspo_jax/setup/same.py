@@ -85,7 +85,13 @@ def check_same_run(
     fixed = by_field(config.to_dict()).keys() ^ by_field(saved).keys()  # hyper-parameters of another version
     fixed = {name for name in fixed if name.startswith(("objective.", "mismatch."))}
     if config.sampling.partial.prompts is not None:
-        fixed.add("training.old_logprobs")
+        there, here = ("recompute" if learning.recomputes(each) else "sampler" for each in (as_config(saved), config))
+        if there != here:
+            raise UserError(
+                f"training.old_logprobs amounts to {here!r} here and to {there!r} in the run in {workdir}, which has "
+                f"partial rollouts with the router log-probs of that; set it to {there!r}, or start another run with "
+                f"another {flag}"
+            )
     for name, (there, here) in changed.items():
         if name in fixed or not (may_change(name) if adjusts else name.startswith(MAY_CHANGE)):
             raise UserError(

@@ -38,7 +38,8 @@ COUNTERS = 64
 def setting(model: ModelConfig = tiny.CONFIG, mesh: Any = SHARED, **fields: Any):
     """Return a setting with adapters on the simulated devices, as if they were v5e's chips."""
     config = cli.load_config("configs/tiny.py")
-    adapted = {"adapter.rank": 3, "adapter.expert_rank": 2 * model.is_routed, "model.dtype": "bfloat16"}
+    adapted = {"adapter.rank": 3, "adapter.expert_rank": 2 * model.is_routed}
+    adapted |= {"model.dtype": "bfloat16", "training.old_logprobs": "sampler"}
     config.update_from_flattened_dict(adapted | {"mesh": mesh} | fields)
     meshes = Meshes(make_mesh(mesh), make_mesh(mesh))
     stop = StopRule(max_length=config.sampling.max_response_length, eos_ids=(1,))

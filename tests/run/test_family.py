@@ -275,7 +275,10 @@ def test_every_metric_is_in_the_glossary_and_nothing_else(written):
         ({"reference.place": "reward"}, "needs a critic; gspo has none, use 'loss'"),
         ({"critic.trunk": "both"}, "critic.trunk is 'both'; use 'own' or 'policy'"),
         ({"overlong.penalty": 1.0}, "overlong.cache is 0; use 1 to 32"),
-        ({"mismatch.correction": "tis"}, "set training.old_logprobs to 'recompute'"),
+        (
+            {"mismatch.correction": "tis", "training.old_logprobs": "sampler"},
+            "set training.old_logprobs to 'recompute'",
+        ),
         ({"mismatch.correction": "tiss"}, "did you mean 'tis'"),
         ({"sampling.rounds": 0}, "sampling.rounds is 0; use 1 to "),
         ({"objective.name": "ppo", "objective.ppo.lam": 2.0}, "lam=2.0 lies outside"),

@@ -341,10 +341,10 @@ def test_what_may_not_change_on_resuming_may_in_a_run_from_its_weights():
             tree[key] = another(name)
             with pytest.raises(UserError, match=rf"^{name} is .*, such as from this one's weights \(--from=runs/a\)$"):
                 check_same_run(ConfigDict(other), saved, "runs/a")
-    config.sampling.partial.prompts = 256
+    config.sampling.partial.prompts, config.training.old_logprobs = 256, "sampler"
     saved = config.to_dict()
     config.training.old_logprobs = "recompute"
-    with pytest.raises(UserError, match=r"^training.old_logprobs is 'recompute' here and 'sampler' in the run in"):
+    with pytest.raises(UserError, match=r"^training.old_logprobs amounts to 'recompute' here and to 'sampler' in"):
         check_same_run(config, saved, "runs/a")  # what it keeps of unfinished rollouts
 
 

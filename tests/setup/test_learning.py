@@ -1,0 +1,67 @@
+"""Whose log-probs the old policy's are: `training.old_logprobs`."""
+
+import re
+
+import pytest
+
+from gspo_jax.config import base
+from gspo_jax.errors import UserError
+from gspo_jax.setup import learning
+from gspo_jax.setup.same import check_same_run
+
+GSPO, GRPO = {"objective.name": "gspo"}, {"objective.name": "grpo"}
+WIDE = GSPO | {"objective.gspo.low": 0.01, "objective.gspo.high": 0.02}
+FLOAT32, LONG = {"model.dtype": "float32"}, {"sampling.max_response_length": 8192}
+SAMPLER = {"training.old_logprobs": "sampler"}
+
+
+def config(changes):
+    made = base()
+    made.update_from_flattened_dict(changes)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (GSPO, r"gspo's low=0\.0003 is less than 5 times what a sampler in bfloat16 rounds, 0\.0008$"),
+        (GSPO | FLOAT32, ""),
+        (GSPO | FLOAT32 | {"sampling.weights_dtype": "bfloat16"}, "a sampler in bfloat16 rounds"),
+        (GSPO | FLOAT32 | {"sampling.cache_dtype": "int8"}, "a sampler in int8 rounds"),
+        (WIDE | LONG, ""),  # the mean over 8192 tokens rounds by 3e-4
+        (WIDE | {"sampling.max_response_length": 16}, r"gspo's low=0\.01 is less than 5 times .*, 0\.006$"),
+        (GRPO, ""),
+        (
+            GRPO | LONG | {"sampling.weights_dtype": "int8"},
+            r"grpo's .*=0\.2 is less than 5 times .* int8 rounds, 0\.08$",
+        ),
+        ({"objective.name": "reinforce"}, ""),  # has no bound
+        (GRPO | FLOAT32 | {"routing.replay": "r2"}, "routing.replay 'r2' replays their routes$"),
+        (GRPO | FLOAT32 | {"mismatch.correction": "tis"}, "mismatch.correction weighs them against the sampler's$"),
+    ],
+)
+def test_old_log_probs_are_recomputed_where_rounding_could_pass_the_bounds_or_they_are_needed(changes, why):
+    made = config(changes)
+    found = learning.why_recomputed(made)
+    assert bool(found) == bool(why) == learning.recomputes(made)
+    says = r"old log-probs are recomputed \(training.old_logprobs='auto'\): "
+    assert not why or re.match(f"{says}.*{why}", found), found
+
+
+def test_a_choice_is_kept():
+    assert not learning.recomputes(config(GSPO | SAMPLER))
+    assert learning.recomputes(config(GRPO | FLOAT32 | {"training.old_logprobs": "recompute"}))
+
+
+def test_with_partial_rollouts_what_it_amounts_to_stays():
+    """Not its word: a run of "sampler" goes on with "auto", unless bounds are narrowed so that "auto" recomputes."""
+    partial = WIDE | LONG | {"sampling.partial.prompts": 64}
+    saved = config(partial | SAMPLER).to_dict()
+    check_same_run(config(partial), saved, "runs/a")
+    narrowed = config(partial | {"objective.gspo.low": 1e-4})
+    with pytest.raises(
+        UserError, match=r"amounts to 'recompute' here and to 'sampler' in the run in runs/a, .* set it to"
+    ):
+        check_same_run(narrowed, saved, "runs/a")
+    narrowed.training.old_logprobs = "sampler"
+    check_same_run(narrowed, saved, "runs/a")
