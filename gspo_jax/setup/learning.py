@@ -110,11 +110,12 @@ def _made(config: ConfigDict, title: str, name: str, known: Sequence[str], make:
         raise UserError(f"{title}.{name}: {error}" if len(section) else str(error)) from None
 
 
-ROUNDING: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 0.025, "int8": 0.08}
+ROUNDING: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 0.05, "int8": 0.12}
 """Standard deviation of a token's log μ − log π, in nats, of a sampler in this dtype and a trainer with the same
-weights: an upper estimate (docs/metrics.md#the-first-mini-batch)."""
-SIGMAS = 5
-"""Standard deviations of rounding within which a bound gates responses that no update has moved."""
+weights, the largest measured (docs/metrics.md#the-first-mini-batch)."""
+SIGMAS: Mapping[str, int] = {"token": 3, "sequence": 5}
+"""Standard deviations of rounding that a bound must leave, by the level of its ratio. Responses shorter than the limit
+round by more."""
 
 
 def recomputes(config: ConfigDict) -> bool:
@@ -127,7 +128,7 @@ def why_recomputed(config: ConfigDict) -> str:
     """Return a sentence on why `training.old_logprobs="auto"` has old log-probs recomputed, empty if it has not.
 
     Replay "r2" and mismatch corrections need them. Else a bound of the objective has to be within `SIGMAS` · σ of a
-    ratio of 1: σ = `ROUNDING` for a token's ratio, and over √T for the mean over the T tokens of the longest response.
+    ratio of 1: σ = `ROUNDING` for a token's ratio, and over √T for the mean over a response of T tokens, the limit.
     """
     says, sampling = "old log-probs are recomputed (training.old_logprobs='auto')", config.sampling
     if config.routing.replay == "r2":
@@ -140,11 +141,12 @@ def why_recomputed(config: ConfigDict) -> str:
     if objective.level == "sequence":
         sigma /= math.sqrt(sampling.max_response_length)
     name = min(objective.bounds, key=objective.bounds.__getitem__, default="")
-    if not name or objective.bounds[name] >= SIGMAS * sigma:
+    most = SIGMAS[objective.level]
+    if not name or objective.bounds[name] >= most * sigma:
         return ""
     return (
-        f"{says}: {objective.name}'s {name}={objective.bounds[name]:g} is less than {SIGMAS} times what a sampler in "
-        f"{dtype} rounds, {sigma:.1g}"
+        f"{says}: {objective.name}'s {name}={objective.bounds[name]:g} is less than {most} times what a sampler in "
+        f"{dtype} rounds, {sigma:.2g}"
     )
 
 
