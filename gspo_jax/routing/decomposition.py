@@ -198,4 +198,5 @@ def metrics(ratios: LogRatios) -> dict[str, float]:
         one = split(these.moments(1))
         found |= {f"noise/{level}": one.whole, f"noise/{level}_share": one.share}
         found |= {f"noise/{level}_{part}": getattr(one, part) for part in PARTS}
-    return found
+    token, sequence = found["noise/token"], found["noise/sequence"]
+    return found | {"noise/effective_tokens": token / sequence if sequence > 0 else float("nan")}

@@ -73,6 +73,15 @@ def test_an_interval_holds_the_share_and_shrinks_with_the_number_of_groups():
     assert spans[1][1] - spans[1][0] < 0.3 * (spans[0][1] - spans[0][0])
 
 
+def test_effective_tokens_are_all_if_independent_and_one_if_equal():
+    mask, zeros = np.ones((4000, 25), bool), np.zeros((4000, 25))
+    drawn = np.random.default_rng(1).normal(size=zeros.shape)
+    for ratios, want in ((drawn, 25), (np.repeat(drawn[:, :1], 25, axis=1), 1)):
+        found = decomposition.metrics(LogRatios.of(zeros, zeros, ratios, mask))["noise/effective_tokens"]
+        assert found == pytest.approx(want, rel=0.1)
+    assert np.isnan(decomposition.metrics(LogRatios.of(zeros, zeros, zeros, mask))["noise/effective_tokens"])
+
+
 def test_an_interval_is_the_percentiles_of_groups_drawn_anew():
     moments = some(7, rows=40).moments(4)
     drawn = np.random.default_rng(3).multinomial(10, np.full(10, 0.1), estimates.RESAMPLES)

@@ -35,7 +35,7 @@ ADDER, COUNTER = (ROOT / "tests" / "golden" / name for name in ("adder", "counte
 PARTIAL = {"partial/left", "partial/calls", "response/older"}
 """The metrics of partial rollouts alone, which test_resume.py reads."""
 NOISE = {
-    *(f"noise/{level}" for level in ("token", "sequence")),
+    *(f"noise/{name}" for name in ("token", "sequence", "effective_tokens")),
     *(f"noise/{level}_{part}" for level in ("token", "sequence") for part in ("share", *decomposition.PARTS)),
 }
 """Those of routing.noise_every alone, which test_noise.py reads."""
