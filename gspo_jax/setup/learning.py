@@ -112,7 +112,7 @@ def _made(config: ConfigDict, title: str, name: str, known: Sequence[str], make:
 
 ROUNDING: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 0.05, "int8": 0.12}
 """Standard deviation of a token's log μ − log π, in nats, of a sampler in this dtype and a trainer with the same
-weights, the largest measured (docs/metrics.md#the-first-mini-batch)."""
+weights, no less than was measured (docs/metrics.md#the-first-mini-batch)."""
 SIGMAS: Mapping[str, int] = {"token": 3, "sequence": 5}
 """Standard deviations of rounding that a bound must leave, by the level of its ratio. Responses shorter than the limit
 round by more."""
