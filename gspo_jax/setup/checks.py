@@ -112,7 +112,7 @@ def _check_settings(config: ConfigDict) -> None:
     _check_adapters(config)
     objective = learning.make_objective(config)
     _check_learning(config, objective)
-    _check_routing(config, objective)
+    _check_routing(config)
     _check_updates(config)
     check_packing(config)
     meshes.check_axes(config)
@@ -357,7 +357,7 @@ def check_packing(config: ConfigDict) -> None:
         )
 
 
-def _check_routing(config: ConfigDict, objective: Objective) -> None:
+def _check_routing(config: ConfigDict) -> None:
     if config.routing.replay == "r2" and not learning.recomputes(config):
         raise UserError(
             "routing.replay is 'r2', which replays the routes of the trainer's recomputed old log-probs; "
