@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 
 from gspo_jax import cli
 from gspo_jax.errors import UserError
+from gspo_jax.folder import lines
 from gspo_jax.iteration import collect
 from gspo_jax.measuring.noise import by_layer, described, measure
 from gspo_jax.measuring.opened import open_policy
@@ -57,7 +58,7 @@ def run(config: ConfigDict, workdir: str, updates: list[int], *, layers: bool = 
             facts = described(ratios, *routes, batch.prompt_lengths, **options)
             if layers and count == updates[-1]:
                 alone = by_layer(made, weights, batch)
-                facts["by_layer"] = [decomposition.split(one.moments(1))._asdict() for one in alone]
+                facts["by_layer"] = [decomposition.of_layer(one.moments(config.sampling.group_size)) for one in alone]
             after.append({"updates": count} | facts)
     return {
         "checkpoint": name,
@@ -93,6 +94,7 @@ def main(config: ConfigDict) -> None:
     out.mkdir(parents=True, exist_ok=True)
     facts = run(config, given.workdir, updates, layers=given.layers)
     if processes.is_first():
+        facts = lines.finite(facts)
         cli.write_facts(str(out / "noise.json"), facts)
         noise_figure.draw_all([facts], out)
         print(noise_figure.table([facts]), end="")

@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# Repeats the study of docs/evidence/protocol.md from nothing, or goes on with it where it was stopped:
+# Repeats the studies of docs/evidence/ from nothing, or goes on with them where they were stopped:
 #   bash launch/evidence.sh [STEP …] [--jobs=N] [--dry-run]
-# Steps, all in this order without any: cold (the policies that runs start from), drift (an iteration of models that differ in one
-# thing each), noise (what moves their flip rates, and how much of the ratio's noise is routing), routers (the same for
-# other routers and layers), screen, second_screen, bounds, tune, confirm, tuned, shallow. Runs are in runs/, figures and tables in
-# docs/evidence/. With runs that are finished a step only draws. --jobs: runs at a time, 2 by default; noise and routers measure
-# one at a time. --dry-run prints the commands. Creates .venv if it is missing.
+# Steps of the first study (docs/evidence/protocol.md), all in this order without any: cold (the policies that runs start
+# from), drift (an iteration of models that differ in one thing each), noise (what moves their flip rates, and how much of
+# the ratio's noise is routing), routers (the same for other routers and layers), screen, second_screen, bounds, tune,
+# confirm, tuned, shallow. Of later studies, each on a page of its own: repairs and grid, clipping, length, mismatch_screen,
+# mismatch and mismatch_bfloat16; they train the policy that they start from if it is missing. Runs are in runs/, figures and
+# tables in docs/evidence/, every iteration of the runs in docs/evidence/data/: runs that are there are not trained again,
+# on any machine, and a step without any left only draws. --jobs: runs at a time, 2 by default; noise, routers and length
+# measure one at a time. --dry-run prints the commands. Creates .venv if it is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh
@@ -14,32 +17,50 @@ source launch/venv.sh
 source launch/command.sh
 
 all=(cold drift noise routers screen second_screen bounds tune confirm tuned shallow)
+later=(repairs grid clipping length mismatch_screen mismatch mismatch_bfloat16)
 depths=(num_layers=12 learning_rate=0.0001 num_layers=48)
 measured=("${depths[@]}" learning_rate=0.0003 learning_rate=0.001 num_experts=128 train_router=True
   "weights_dtype=bfloat16,old_logprobs=sampler" "weights_dtype=int8,old_logprobs=sampler")
 routers=(renormalised softmax sigmoid bias groups shared linear_0 linear_1 linear_2 linear_3) # of configs/routers.py
+depths_of_length=(12 24 48)
 steps=()
 jobs=2
+data=docs/evidence/data
 for word in "$@"; do
   case $word in
     --jobs=?*) jobs=${word#*=} ;;
     --dry-run) dry=yes ;;
     cold | drift | noise | routers | screen | second_screen | bounds | tune | confirm | tuned | shallow) steps+=("$word") ;;
-    *) refuse "unexpected $word; use steps (${all[*]}), --jobs=, or --dry-run" ;;
+    repairs | grid | clipping | length | mismatch_screen | mismatch | mismatch_bfloat16) steps+=("$word") ;;
+    *) refuse "unexpected $word; use steps (${all[*]} ${later[*]}), --jobs=, or --dry-run" ;;
   esac
 done
 if [ ${#steps[@]} = 0 ]; then steps=("${all[@]}"); fi
+
+cold() { # NAME: train the policy that the runs of a testbed start from
+  local config=configs/drift.py
+  if [ "$1" = arithmetic ]; then config+=:arithmetic; fi
+  if [ ! -d "runs/$1-cold" ]; then
+    run .venv/bin/python -m gspo_jax.coldstart --config="$config" --workdir="runs/$1-cold"
+  fi
+}
+
+listed() { # CONFIG STEP BASELINE: the table alone, as its picture would have too many groups to be read
+  local out=runs/$1-sweep/survival/$2
+  run .venv/bin/python -m gspo_jax.survival "$data/$2.csv" --baseline="$3" --out="$out"
+  run cp "$out/survival.md" "docs/evidence/$2.md"
+}
+
+sweep() { # CONFIG STEP: train what is not in the record
+  run .venv/bin/python -m gspo_jax.sweep --config="configs/$1.py:$2" --record="$data/$2.csv" --jobs="$jobs"
+}
 
 if [ -z "$dry" ]; then ensure_venv report; fi
 for step in "${steps[@]}"; do
   case $step in
     cold)
-      for name in drift arithmetic; do
-        if [ -d "runs/$name-cold" ]; then continue; fi
-        config=configs/drift.py
-        if [ "$name" = arithmetic ]; then config+=:arithmetic; fi
-        run .venv/bin/python -m gspo_jax.coldstart --config="$config" --workdir="runs/$name-cold"
-      done
+      cold drift
+      cold arithmetic
       ;;
     drift)
       run .venv/bin/python -m gspo_jax.sweep --config=configs/drift.py --jobs="$jobs"
@@ -79,20 +100,39 @@ for step in "${steps[@]}"; do
       done
       run .venv/bin/python docs/draw/routers.py "$out"
       ;;
+    repairs | clipping | mismatch | mismatch_bfloat16)
+      cold arithmetic
+      sweep studies "$step"
+      primary=()
+      case $step in
+        clipping) primary=("--primary=gspo vs grpo_at_share; gspo vs drop_responses" --margin=0.08) ;;
+        mismatch*)
+          primary=("--primary=grpo,center=True,keep_top=20 vs grpo; gspo,old_logprobs=sampler vs gspo" --margin=0.08)
+          ;;
+      esac
+      run .venv/bin/python -m gspo_jax.survival "$data/$step.csv" --baseline=grpo "${primary[@]}" --out="docs/evidence/$step"
+      ;;
+    grid | mismatch_screen)
+      cold arithmetic
+      sweep studies "$step"
+      base=grpo,learning_rate=5e-05-0
+      if [ "$step" = mismatch_screen ]; then base=grpo,old_logprobs=recompute,learning_rate=5e-05-2; fi
+      listed studies "$step" "$step/$base"
+      ;;
     *)
-      run .venv/bin/python -m gspo_jax.sweep --config="configs/evidence.py:$step" --jobs="$jobs"
-      runs=runs/evidence-sweep/$step
+      case $step in
+        screen) cold drift ;;
+        shallow) ;; # each seed has its own
+        *) cold arithmetic ;;
+      esac
+      sweep evidence "$step"
       case $step in
         bounds) ;; # the sweep's own report has what it is made for
         confirm | tuned | shallow)
-          run .venv/bin/python -m gspo_jax.survival "$runs"/*-[0-9]* --baseline="$runs/grpo-10" --out="docs/evidence/$step"
+          run .venv/bin/python -m gspo_jax.survival "$data/$step.csv" --baseline=grpo --out="docs/evidence/$step"
           ;;
-        *)
-          baselines=("$runs/grpo,"learning_rate=*-[0-9]*) # of any rate: groups are paired by seed
-          out=runs/evidence-sweep/survival/$step # its picture has too many groups to be read
-          run .venv/bin/python -m gspo_jax.survival "$runs"/*-[0-9]* --baseline="${baselines[0]}" --out="$out"
-          run cp "$out/survival.md" "docs/evidence/$step.md"
-          ;;
+        screen) listed evidence screen screen/grpo,learning_rate=3e-05-0 ;;
+        *) listed evidence "$step" "$step/grpo,learning_rate=5e-05-0" ;;
       esac
       ;;
   esac

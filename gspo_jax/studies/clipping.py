@@ -20,8 +20,8 @@ from gspo_jax.objectives.surrogates import Surrogate, TokenBatch, clipped, log_r
 
 GSPO = {"low": 3e-3, "high": 4e-3}
 """Bounds of responses in configs/drift.py, offsets from 1."""
-GRPO = {"low": 0.2, "high": 0.27}
-"""Bounds of tokens, the GSPO paper's."""
+GRPO = {"low": 0.2, "high": 0.2}
+"""Bounds of tokens, the catalogue's."""
 
 
 class Seen(NamedTuple):

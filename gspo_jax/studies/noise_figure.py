@@ -25,11 +25,14 @@ LAYOUTS = {"noise.png": 4, "noise-narrow.png": 1}
 """Panels per row of each picture."""
 COLUMN, ROW = 3.9, 3.4
 """Column width and row height, in inches."""
+FEW = 30
+"""Tokens of the smallest class that is drawn: the mean square of a few says nothing."""
 HEADLINE = "How much of the importance ratio's noise is routing"
 HOW_TO_READ = (
     "Log-ratio = part of the weights (the old policy's routes are replayed) + part of the routes. Share of the routes: "
-    "their covariance with the log-ratio, over its variance; bars are 95% intervals over prompts. Lower row: after the "
-    "most updates. Mean squares are of the routes' part, in nats²."
+    "their covariance with the log-ratio, over its variance, above 100% where the parts oppose each other; bars are "
+    "95% intervals over prompts. Lower row: after the most updates. Mean squares are of the routes' part, in nats², of "
+    f"classes with {FEW} tokens or more."
 )
 
 
@@ -104,19 +107,21 @@ def draw(runs: Sequence[Facts], path: Path, *, columns: int) -> None:
 
 
 def _share(split: Facts) -> str:
+    if split["share"] is None:
+        return "–"  # nothing varies: a share of nothing
     low, high = split["interval"]
     return f"{split['share']:.1%} [{low:.1%}, {high:.1%}]"
 
 
-def _by_updates(point: Callable[[Facts], tuple[float, Sequence[float]]]) -> Callable[["Axes", Facts, str], None]:
+def _by_updates(point: Callable[[Facts], tuple[float | None, Sequence[float]]]) -> Callable[["Axes", Facts, str], None]:
     """Return a drawer of a share, with its interval, over the updates."""
 
     def fill(axes: "Axes", facts: Facts, color: str) -> None:
         from matplotlib.ticker import NullLocator
 
-        x, points = [one["updates"] for one in facts["after"]], [point(one) for one in facts["after"]]
-        error = [[abs(share - interval[side]) for share, interval in points] for side in (0, 1)]
-        axes.errorbar(x, [share for share, _ in points], yerr=error, color=color, marker="o", capsize=3)
+        x = [one["updates"] for one in facts["after"]]
+        known = [(one["updates"], *point(one)) for one in facts["after"] if point(one)[0] is not None]
+        _bars(axes, known, color)
         axes.set_xscale("symlog", base=2, linthresh=1)
         axes.set_xticks(x, [str(count) for count in x])
         axes.xaxis.set_minor_locator(NullLocator())
@@ -129,10 +134,17 @@ def _share_of_routes(level: str) -> Callable[["Axes", Facts, str], None]:
     return _by_updates(lambda one: (one[level]["share"], one[level]["interval"]))
 
 
+def _bars(axes: "Axes", points: Sequence[tuple[float, float, Sequence[float]]], color: str, **style: Any) -> None:
+    """Draw points (x, y, interval of y) with a line."""
+    x, y, between = ([point[part] for point in points] for part in range(3))
+    error = [[abs(value - interval[side]) for value, interval in zip(y, between, strict=True)] for side in (0, 1)]
+    axes.errorbar(x, y, yerr=error, color=color, **{"marker": "o", "capsize": 3} | style)
+
+
 def _layers(axes: "Axes", facts: Facts, color: str) -> None:
-    last = facts["after"][-1]
-    alone = [one["routes"] for one in last["by_layer"]]
-    axes.plot(range(1, len(alone) + 1), alone, color=color, marker="o", markersize=4)
+    layers = facts["after"][-1]["by_layer"]
+    points = [(number, one["routes"], one["interval"]) for number, one in enumerate(layers, start=1)]
+    _bars(axes, points, color, markersize=4, capsize=1.5, elinewidth=0.8)
     axes.set_ylabel("variance, nats²", fontsize=10)
 
 
@@ -140,17 +152,16 @@ def _squares_by(section: str, key: str) -> Callable[["Axes", Facts, str], None]:
 
     def fill(axes: "Axes", facts: Facts, color: str) -> None:
         classes = facts["after"][-1].get(section, [])
-        known = [(x, one["routes_squared"]) for x, one in enumerate(classes) if one["tokens"]]
-        axes.plot([x for x, _ in known], [y for _, y in known], color=color, marker="o")
+        known = [(x, one["routes_squared"], one["interval"]) for x, one in enumerate(classes) if one["tokens"] >= FEW]
+        _bars(axes, known, color)
         axes.set_xticks(range(len(classes)), [f"{one[key]:g}" for one in classes])
 
     return fill
 
 
 def _positions(axes: "Axes", facts: Facts, color: str) -> None:
-    parts = [one for one in facts["after"][-1]["by_position"] if one["tokens"] > 1]
-    middles = [(one["from"] + one["to"]) / 2 for one in parts]
-    axes.plot(middles, [one["share"] for one in parts], color=color, marker="o")
+    parts = [one for one in facts["after"][-1]["by_position"] if one["tokens"] >= FEW and one["share"] is not None]
+    _bars(axes, [((one["from"] + one["to"]) / 2, one["share"], one["interval"]) for one in parts], color)
     _percent(axes)
 
 

@@ -36,7 +36,7 @@ def numpy_gates(b: TokenBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
         up, down = (advantages > 0) & (np.exp(log_ratio) > 1 + high), (advantages < 0) & (np.exp(log_ratio) < 1 - low)
         return mask & (up | down)
 
-    return d, s, gate(s, 3e-3, 4e-3), gate(d, 0.2, 0.27)
+    return d, s, gate(s, 3e-3, 4e-3), gate(d, 0.2, 0.2)
 
 
 @functools.cache
