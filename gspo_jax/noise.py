@@ -29,7 +29,7 @@ from gspo_jax.types import RouterRecord
 
 
 def run(config: ConfigDict, workdir: str, updates: list[int], *, layers: bool = True) -> dict[str, Any]:
-    """Measure after these numbers of updates. Return `{checkpoint, layers, experts, …, after: [facts]}`.
+    """Measure after these numbers of updates. Return `{checkpoint, layers, experts, …, after: [facts]}`, None for NaN.
 
     With `layers` the last facts also have a split per layer, for a forward pass each.
 
@@ -60,7 +60,7 @@ def run(config: ConfigDict, workdir: str, updates: list[int], *, layers: bool = 
                 alone = by_layer(made, weights, batch)
                 facts["by_layer"] = [decomposition.of_layer(one.moments(config.sampling.group_size)) for one in alone]
             after.append({"updates": count} | facts)
-    return {
+    facts = {
         "checkpoint": name,
         "layers": model.num_layers,
         "experts": model.num_experts,
@@ -74,6 +74,7 @@ def run(config: ConfigDict, workdir: str, updates: list[int], *, layers: bool = 
         "responses": len(batch.lengths),
         "after": after,
     }
+    return lines.finite(facts)
 
 
 def parse_updates(text: str) -> list[int]:
@@ -94,7 +95,6 @@ def main(config: ConfigDict) -> None:
     out.mkdir(parents=True, exist_ok=True)
     facts = run(config, given.workdir, updates, layers=given.layers)
     if processes.is_first():
-        facts = lines.finite(facts)
         cli.write_facts(str(out / "noise.json"), facts)
         noise_figure.draw_all([facts], out)
         print(noise_figure.table([facts]), end="")

@@ -22,7 +22,6 @@ depths=(num_layers=12 learning_rate=0.0001 num_layers=48)
 measured=("${depths[@]}" learning_rate=0.0003 learning_rate=0.001 num_experts=128 train_router=True
   "weights_dtype=bfloat16,old_logprobs=sampler" "weights_dtype=int8,old_logprobs=sampler")
 routers=(renormalised softmax sigmoid bias groups shared linear_0 linear_1 linear_2 linear_3) # of configs/routers.py
-depths_of_length=(12 24 48)
 steps=()
 jobs=2
 data=docs/evidence/data
@@ -43,6 +42,19 @@ cold() { # NAME: train the policy that the runs of a testbed start from
   if [ ! -d "runs/$1-cold" ]; then
     run .venv/bin/python -m gspo_jax.coldstart --config="$config" --workdir="runs/$1-cold"
   fi
+}
+
+length() { # NAME ARGUMENT UPDATES: measure a cold start, trained with the flags if it is missing
+  local place=runs/length/$1 out=runs/length-noise/$1${2:+-$2} config=configs/length.py${2:+:$2}
+  local kept=$data/length/$1${2:+-$2}.json
+  if [ -f "$kept" ]; then return; fi
+  if [ ! -d "$place" ]; then
+    run .venv/bin/python -m gspo_jax.coldstart --config=configs/length.py "${flags[@]}" --workdir="$place"
+  fi
+  run .venv/bin/python -m gspo_jax.noise --config="$config" "${flags[@]}" --config.model.folder="$place" \
+    --workdir="$place" --updates="$3" --nolayers --out="$out"
+  run mkdir -p "$data/length"
+  run cp "$out/noise.json" "$kept"
 }
 
 listed() { # CONFIG STEP BASELINE: the table alone, as its picture would have too many groups to be read
@@ -67,7 +79,7 @@ for step in "${steps[@]}"; do
       ;;
     noise)
       for name in "${measured[@]}"; do
-        if [ -f "runs/drift-noise/$name/noise.json" ]; then continue; fi
+        if [ -f "$data/noise/$name.json" ]; then continue; fi
         flags=()
         case $name in
           learning_rate=*) flags=("--config.optimizer.$name") ;;
@@ -77,9 +89,13 @@ for step in "${steps[@]}"; do
         esac
         run .venv/bin/python -m gspo_jax.noise --config=configs/drift.py --config.objective.name=grpo "${flags[@]}" \
           --workdir="runs/drift-sweep/one/$name-0" --updates=0,1,2,4,16 --out="runs/drift-noise/$name"
+        run mkdir -p "$data/noise"
+        run cp "runs/drift-noise/$name/noise.json" "$data/noise/$name.json"
       done
-      run .venv/bin/python -m gspo_jax.studies.noise_figure "${depths[@]/#/runs/drift-noise/}" --out=docs/evidence/noise
-      run .venv/bin/python -m gspo_jax.studies.noise_figure "${measured[@]/#/runs/drift-noise/}" --out=runs/drift-noise/all
+      few=("${depths[@]/#/$data/noise/}")
+      every=("${measured[@]/#/$data/noise/}")
+      run .venv/bin/python -m gspo_jax.studies.noise_figure "${few[@]/%/.json}" --out=docs/evidence/noise
+      run .venv/bin/python -m gspo_jax.studies.noise_figure "${every[@]/%/.json}" --out=runs/drift-noise/all
       run cp runs/drift-noise/all/noise.md docs/evidence/drift.md
       ;;
     routers)
@@ -99,6 +115,20 @@ for step in "${steps[@]}"; do
         done
       done
       run .venv/bin/python docs/draw/routers.py "$out"
+      ;;
+    length)
+      for seed in 0 1 2; do
+        for routers in drawn trained; do
+          for layers in 12 24 48; do
+            name=$layers-$routers-$seed
+            flags=("--config.seed=$seed" "--config.model.architecture.num_layers=$layers")
+            if [ "$routers" = trained ]; then flags+=(--config.coldstart.train_router=True); fi
+            length "$name" "" 0,1,4,16
+            length "$name" rounding 0
+          done
+        done
+      done
+      run .venv/bin/python -m gspo_jax.studies.lengths "$data/length"/*.json --out=docs/evidence/length
       ;;
     repairs | clipping | mismatch | mismatch_bfloat16)
       cold arithmetic

@@ -2,7 +2,8 @@
 
     python -m gspo_jax.studies.noise_figure runs/12/noise runs/24/noise --out=docs/routing
 
-Reads `noise.json` of each folder, and writes `noise.png`, `noise-narrow.png` for phones, and `noise.md`.
+Reads `noise.json` of each folder, or copies of it given by name. Writes `noise.png`, `noise-narrow.png` for phones, and
+`noise.md`.
 """
 
 import sys
@@ -171,22 +172,23 @@ def _percent(axes: "Axes") -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
 
 
-def read(folder: Path) -> Facts:
-    """Read a folder of `gspo_jax.noise`, or raise UserError."""
+def read(place: Path) -> Facts:
+    """Read a folder of `gspo_jax.noise`, or a copy of its noise.json, or raise UserError."""
+    file = place / "noise.json" if place.suffix != ".json" else place
     try:
-        facts: Any = foreign.read_json(folder / "noise.json", inside=folder, remedy="")
+        facts: Any = foreign.read_json(file, inside=file.parent, remedy="")
         table([facts])
-        _ = facts["after"][-1]["by_position"]
+        _ = facts["after"][-1]["by_position"][0]["interval"], facts["after"][-1]["by_length"]
     except (OSError, ValueError, LookupError, TypeError):
-        command = f"python -m gspo_jax.noise --out={folder}"
-        raise UserError(f"{folder} has no noise.json of this version; measure one with {command}") from None
+        command = f"python -m gspo_jax.noise --out={file.parent}"
+        raise UserError(f"{place} has no noise.json of this version; measure one with {command}") from None
     return facts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = Parser("python -m gspo_jax.studies.noise_figure", str(__doc__).partition("\n\n")[2])
-    parser.add_argument("folders", nargs="+", metavar="DIR", help="what --out of gspo_jax.noise was")
+    parser.add_argument("folders", nargs="+", metavar="DIR", help="what --out of gspo_jax.noise was, or its noise.json")
     parser.add_argument("--out", default="noise", metavar="DIR", help="folder for the figure; %(default)s by default")
     return parser.run(_command, arguments)
 
