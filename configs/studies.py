@@ -61,7 +61,7 @@ CLIPPING = ("grpo", "gspo", "grpo_at_share", "gspo_at_share", "drop_responses", 
 OWN = CLIPPING[2:]
 """Objectives of gspo_jax/studies/clipping.py."""
 TUNED = ("grpo", "gspo", "luspo", "rspo", "gmpo", "dppo_tv", "vespo", "minirl")
-GRID = (2.5e-5, 3.5e-5, 5e-5, 7e-5)
+GRID = (2.5e-5, 3.5e-5, 7e-5)
 
 
 def mismatched() -> list[Arm]:

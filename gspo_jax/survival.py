@@ -15,7 +15,7 @@ import json
 import math
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +62,11 @@ class Arm:
     @property
     def collapsed(self) -> int:
         """Number of collapsed runs."""
-        return sum(one.collapsed is not None for one in self.courses)
+        return self.collapsed_of({one.seed for one in self.courses})
+
+    def collapsed_of(self, seeds: Container[int | None]) -> int:
+        """Return the number of collapsed runs of some seeds."""
+        return sum(one.collapsed is not None for one in self.courses if one.seed in seeds)
 
 
 def observed(sources: Sequence[str]) -> Observed:
@@ -184,15 +188,16 @@ def notes(arms: Sequence[Arm]) -> str:
     ]
     if "kept" in measured(arms):
         text.append("Reward kept: mean over iterations of the reward over its best so far, both in means of five.")
-    seeds = min(len(arm.courses) for arm in arms)
-    if seeds > 1 and seeds == max(len(arm.courses) for arm in arms) and others:
+    seeds = set.intersection(*({one.seed for one in arm.courses} for arm in arms))
+    if len(seeds) > 1 and others:
         text.append(_ruled(base, others, seeds))
     if mixed := mixed_seeds([run for arm in arms for run in arm.group.runs]):
         text.append(f"Runs of seeds {', '.join(map(str, mixed))} are of several kinds of machine or versions of jax.")
     return "\n".join(f"\n{line}" for line in text) + "\n"
 
 
-def _ruled(base: Arm, others: Sequence[Arm], seeds: int) -> str:
+def _ruled(base: Arm, others: Sequence[Arm], common: set[int | None]) -> str:
+    seeds, collapsed = len(common), {arm.group.label: arm.collapsed_of(common) for arm in (base, *others)}
     k = rule(seeds, len(others))
     if k is None:
         chance = by_luck(seeds, len(others), least=seeds, most=0)
@@ -202,7 +207,8 @@ def _ruled(base: Arm, others: Sequence[Arm], seeds: int) -> str:
             f"chance of up to {chance:.0%}."
         )
     chance = by_luck(seeds, len(others), least=seeds - k, most=k)
-    met = [arm.group.label for arm in others if base.collapsed >= seeds - k and arm.collapsed <= k]
+    lost = collapsed.pop(base.group.label)
+    met = [label for label, count in collapsed.items() if lost >= seeds - k and count <= k]
     return (
         f"Prevents the collapse: {base.group.label} collapses on at least {seeds - k} of {seeds} seeds, the arm on at "
         f"most {k} (met by chance by any of {len(others)} arms: up to {chance:.1%}). Here: {', '.join(met) or 'none'}."

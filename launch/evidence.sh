@@ -145,7 +145,7 @@ for step in "${steps[@]}"; do
     grid | mismatch_screen)
       cold arithmetic
       sweep studies "$step"
-      base=grpo,learning_rate=5e-05-0
+      base=grpo,learning_rate=3.5e-05-0
       if [ "$step" = mismatch_screen ]; then base=grpo,old_logprobs=recompute,learning_rate=5e-05-2; fi
       listed studies "$step" "$step/$base"
       ;;
