@@ -264,7 +264,7 @@ COMMANDS: dict[str, Command] = {
         (
             "runs/a-0 runs/a-1 runs/b-0 runs/b-1 --baseline=runs/a-0",
             "runs/a-0 runs/b-0 --baseline=runs/a-0 --out=survival",
-            "docs/evidence/data/clipping.csv --baseline=grpo --primary='gspo vs grpo'",
+            "docs/evidence/confirm/survival.json --baseline=grpo --out=survival",
         ),
         (
             _RUNS._replace(help="folder of a run, record of a study (.csv), or survival.json"),

@@ -29,7 +29,7 @@ from gspo_jax.parser import make_parser
 from gspo_jax.studies import records
 from gspo_jax.studies.dots import draw_rows
 from gspo_jax.studies.looks import looks
-from gspo_jax.studies.paired import Estimate, difference, find, written
+from gspo_jax.studies.paired import Estimate, difference, find, starts_differ, written
 from gspo_jax.studies.runs import Group, RunData, group_runs, load_run
 from gspo_jax.studies.survival import LEVEL, Course, by_luck, course, rule, surviving
 
@@ -191,6 +191,8 @@ def notes(arms: Sequence[Arm]) -> str:
     seeds = set.intersection(*({one.seed for one in arm.courses} for arm in arms))
     if len(seeds) > 1 and others:
         text.append(_ruled(base, others, seeds))
+    if starts_differ([arm.group for arm in arms], base.group):
+        text.append("Not all runs of one seed began from the same policy: their evaluations before training differ.")
     if mixed := mixed_seeds([run for arm in arms for run in arm.group.runs]):
         text.append(f"Runs of seeds {', '.join(map(str, mixed))} are of several kinds of machine or versions of jax.")
     return "\n".join(f"\n{line}" for line in text) + "\n"
@@ -320,6 +322,8 @@ def _command(given: Namespace) -> None:
     found, out = observed(given.runs), Path(given.out)
     arms = compare(found, given.baseline)
     text = table(arms) + notes(arms)
+    if given.margin is not None and given.primary is None:
+        raise UserError(f"--margin={given.margin:g} is of primary comparisons; name them by --primary, or leave it out")
     if given.primary is not None:
         pairs = [pair.strip() for pair in given.primary.split(";")]
         text = f"{primary_table(found, pairs, given.margin)}\n{text}"
