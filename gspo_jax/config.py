@@ -103,6 +103,9 @@ def base() -> ConfigDict:
     config.sampling.top_k = 0  # sample among the k most probable tokens, 0: off
     config.sampling.top_p = 1.0  # sample among the fewest tokens with probabilities that reach top_p, 1: off
     config.sampling.min_p = 0.0  # leave out tokens below min_p times the largest probability, 0: off
+    # Ids per token that the sampler records with their log-probs, 0: none. With top_k, top_p or min_p: all that these
+    # kept, if no more (docs/decoding.md). Otherwise the most probable ones, among them the sampled one.
+    config.sampling.keep_top = 0
     config.sampling.stop_ids = ()  # token ids, or one-token texts, that also end a turn
     config.sampling.prefix = ""  # beginning of every response, e.g. "<think>\n", not trained on
     # "bfloat16" or "int8": round the sampler's weights as a rollout engine would, under a more precise trainer. Empty:
@@ -425,6 +428,7 @@ RANGES = {
     "sampling.group_size": COUNT,
     "sampling.max_response_length": COUNT,
     "sampling.temperature": Range("a positive number; 0 would make all responses to a prompt equal", POSITIVE.holds),
+    "sampling.keep_top": COUNT_OR_0,
     "sampling.weights_dtype": _one_of("bfloat16", "int8", "", note=" for model.dtype"),
     "sampling.cache_dtype": _one_of("int8", "", note=" for model.dtype"),
     "sampling.slots": COUNT,
@@ -530,6 +534,7 @@ ADJUSTABLE = (
     "sampling.top_k",
     "sampling.top_p",
     "sampling.min_p",
+    "sampling.keep_top",
     "sampling.rounds",
     "sampling.filter",
     "training.entropy_weight",

@@ -79,6 +79,22 @@ class Responses:
 
 
 @struct.dataclass
+class KeptRecord:
+    """Most probable ids before each sampled token, with the sampler's log-probs, most probable first.
+
+    The sampled token is among them. Entries are unused past a kept set's last id, and outside the action mask.
+    """
+
+    ids: Int[Array, "*B T K"]
+    """int32; -1 in unused entries."""
+    logprobs: Float[Array, "*B T K"]
+    """At the sampling temperature, float32: under the full softmax, or where `whole` renormalised over these ids. 0 in
+    unused entries."""
+    whole: Bool[Array, "*B T"]
+    """True where the ids are all that truncation (top-k, top-p, min-p) left."""
+
+
+@struct.dataclass
 class Rollout(Responses):
     """Sampled responses, with the sampler's log-probs and routes."""
 
@@ -90,9 +106,11 @@ class Rollout(Responses):
     """Log-probs under the distribution sampled from, after temperature, top-k, top-p and min-p; 0 outside the action
     mask."""
     logprobs: Float[Array, "*B T"]
-    """Log-probs under the full softmax at the sampling temperature, as the trainer scores; 0 outside the action
-    mask."""
+    """Log-probs as the trainer scores: under the full softmax at the sampling temperature, or where `kept.whole`
+    renormalised over the kept ids; 0 outside the action mask."""
     routes: RouterRecord
+    kept: KeptRecord | None = None
+    """None without `sampling.keep_top`."""
 
 
 @struct.dataclass

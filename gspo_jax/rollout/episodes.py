@@ -167,7 +167,7 @@ class Episodes:
         return jax.tree.map(lambda x: x[rows], self)
 
 
-_ROLLOUT_FIELDS = tuple(field.name for field in dataclasses.fields(Rollout) if field.name != "routes")
+_ROLLOUT_FIELDS = tuple(field.name for field in dataclasses.fields(Rollout) if field.name not in ("routes", "kept"))
 _SAVED_NAMES = {
     "keys": "keys",
     "ended": "ended",
