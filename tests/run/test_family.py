@@ -157,7 +157,7 @@ def test_the_whole_loop_of_dapo(data, tmp_path, written):
     )
     config.sampling.slots, config.overlong.cache = 64, 6
     config.sampling.filter = "exact_answer"  # the penalty alone would keep groups of wrong answers
-    config.reference.kl_weight = 0.01
+    config.reference.kl_weight, config.sampling.keep_top = 0.01, 4
     config.training.old_logprobs = "recompute"
     config.mismatch.correction = "tis"
     config.routing.update({"replay": "r2", "balance_weight": 0.01, "z_weight": 0.001})
@@ -169,6 +169,7 @@ def test_the_whole_loop_of_dapo(data, tmp_path, written):
     full = [row["iteration"] for row in last if row["dynamic/filled"] == 0]
     assert full, "some batch was filled with groups whose rewards differ"
     assert all(row["reward/zero_std"] == 0 for row in rows if row["iteration"] in full)
+    assert all(0.5 < row["sampling/kept_mass"] < 1 for row in last)
     assert all(-1 <= row["reward/overlong"] <= 0 for row in rows)
     assert min(row["reward/overlong"] for row in rows) < 0
     assert all(row["response/learned"] <= 1 - row["response/truncated"] + 1e-6 for row in rows)
