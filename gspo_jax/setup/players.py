@@ -39,8 +39,8 @@ def truncation_warning(config: ConfigDict) -> str | None:
     given = " and ".join(f"sampling.{name} {getattr(sampling, name)}" for name in names)
     return (
         f"{given}: responses are sampled from another distribution than the full softmax that the trainer scores, and "
-        f"ratios and KL are biased; set --config.sampling.keep_top={sampling.top_k or 64} to compare both policies over "
-        "the tokens that were left (docs/decoding.md#kept-sets)"
+        f"ratios and KL are biased; set --config.sampling.keep_top={sampling.top_k or 64} to compare both over the "
+        "tokens that were left (docs/decoding.md#kept-sets)"
     )
 
 
