@@ -322,6 +322,9 @@ def router_logits(weights, rollout) -> list:
         def attend(self, q, k, v, keep=None):
             return causal_attention(q, k, v, valid), None
 
+        def recur(self, rule, inputs):
+            raise NotImplementedError
+
     for layer in range(CONFIG.num_layers):
         block = nnx.merge(graph, jax.tree.map(lambda p, i=layer: p[i], stacked))
         y, _ = block.attention(rms_norm(x, block.attention_norm[...], eps), rotation, Plain())
