@@ -1,5 +1,6 @@
 """Metrics of an update, from sums over micro-batches. docs/metrics.md explains every name."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -45,7 +46,7 @@ def of_policy(
         "mismatch_k1": -x.sum(),
         "mismatch_k3": k3(x).sum(),
         "mismatch_abs": jnp.abs(x).sum(),
-        "mismatch_beyond": (jnp.abs(x) > jnp.log(2)).sum().astype(jnp.float32),
+        "mismatch_beyond": (jnp.abs(x) > math.log(2)).sum().astype(jnp.float32),
         "spread": jnp.stack([z.sum() for z in (d, d * d, s, s * s, mask.any(axis=1).astype(jnp.float32))]),
         "moments": _moments(scores.logprobs, rollout.logprobs, mask),
         "clip": objectives.clip_sums(info, mask),
@@ -77,13 +78,18 @@ def _of_routes(
     routes: Routes, batch: Batch, layout: Layout, old: RouterRecord, num_experts: int, replayed: Array | None
 ) -> Metrics:
     now, mask = jax.tree.map(jax.lax.stop_gradient, routes), mask_of_rows(layout, batch.mask)
-    drift, counts = partial(drift_lib.compare, old.experts, now.chosen), predicted(layout, batch.mask)
+    compare, counts = partial(drift_lib.compare, old.experts, now.chosen), predicted(layout, batch.mask)
     advantages = batch.advantages.reshape(len(batch.mask), -1)
+
+    def flips(own: Bool[Array, "B #T"]) -> Float[Array, " 2"]:
+        drift = compare(predicted(layout, batch.mask & own))
+        return jnp.stack([drift.flips.mean(), drift.tokens])
+
     assert now.margin is not None
     sums: Metrics = {
-        "drift": drift(counts, old_logprobs=old.logprobs, new_logprobs=now.watched),
-        "up": drift(predicted(layout, batch.mask & (advantages > 0))),
-        "down": drift(predicted(layout, batch.mask & (advantages < 0))),
+        "drift": compare(counts, old_logprobs=old.logprobs, new_logprobs=now.watched),
+        "positive": flips(advantages > 0),
+        "negative": flips(advantages < 0),
         "margin": (now.margin.mean(axis=0) * counts).sum(),
         "load": load_lib.expert_counts(now.experts, mask, num_experts=num_experts),
     }
@@ -151,8 +157,9 @@ def from_sums(sums: Metrics, maxima: Metrics) -> Metrics:
 
 def _routing_metrics(sums: Metrics, tokens: Array) -> Metrics:
     found = drift_lib.metrics(sums["drift"]) | load_lib.metrics(sums["load"])
-    for name, own in (("positive", sums["up"]), ("negative", sums["down"])):
-        found[f"routing/flip_rate_{name}"] = drift_lib.metrics(own)["routing/flip_rate"]
+    for sign in ("positive", "negative"):
+        flips, own = sums[sign]
+        found[f"routing/flip_rate_{sign}"] = flips / jnp.maximum(own, 1)
     found["routing/margin"] = sums["margin"] / tokens
     if "replayed" in sums:
         found["routing/replayed"] = sums["replayed"] / tokens

@@ -13,6 +13,8 @@ import pytest
 from flax import nnx
 
 from gspo_jax import objectives
+from gspo_jax.config import base
+from gspo_jax.errors import UserError
 from gspo_jax.kernels.attention import causal_attention
 from gspo_jax.kernels.rotary import Rotation, rms_norm
 from gspo_jax.models import moe, transformer
@@ -22,6 +24,8 @@ from gspo_jax.rollout.decoder import response_keys
 from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.routing import decomposition, drift
 from gspo_jax.routing.replay import to_replay
+from gspo_jax.setup import learning
+from gspo_jax.setup.checks import check_dense
 from gspo_jax.training import metrics as metrics_lib
 from gspo_jax.training.scoring import Scoring, make_old_policy, score
 from gspo_jax.training.state import new_state
@@ -520,6 +524,18 @@ def test_replayed_weights_are_those_of_the_record_and_teach_no_router(name):
     native, gradient = learn(other, routes.experts.at[:, :, 1, 0].set(-1), routes.logprobs)
     np.testing.assert_allclose(native[:, 0], logprobs[:, 0], atol=1e-5)
     assert np.abs(native - logprobs)[:, 1].max() > 1e-2 and gradient > 1e-3
+
+
+def test_the_sampler_records_what_r3w_replays():
+    """Router log-probs, whoever computes the old policy's; not the weights of sigmoids that are not renormalised."""
+    config = base()
+    for config.routing.replay, kept in (("r3", False), ("r3w", True)):
+        config.training.old_logprobs = "recompute"
+        assert learning.keeps_router_logprobs(config, GROUPED) == kept
+    for model in ROUTERS.values():
+        check_dense(config, model)
+    with pytest.raises(UserError, match=r"routing.replay is 'r3w', .* since norm_topk_prob is false; use 'r3'"):
+        check_dense(config, dataclasses.replace(GROUPED, norm_topk_prob=False))
 
 
 def test_biases_move_against_the_load():
