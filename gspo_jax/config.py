@@ -212,12 +212,15 @@ def base() -> ConfigDict:
     config.objective.update(_sections(objectives.catalogue))
 
     config.routing = ConfigDict()  # mixture-of-experts models only
-    config.routing.replay = "none"  # "r2": the trainer replays the old policy's expert choices. "r3": the sampler's
+    # "r2": the trainer replays the old policy's expert choices. "r3": the sampler's. "r3w": the sampler's, and their
+    # weights too, as constants: routers learn from no replayed token.
+    config.routing.replay = "none"
     config.routing.balance_weight = 0.0  # weight of the load-balancing loss, 0: off
     config.routing.z_weight = 0.0  # weight of the router z-loss, 0: off
     # Step of a sigmoid router's correction bias against each expert's load, once an update. 0: the bias stays.
     config.routing.bias_rate = 0.0
-    # Iterations between measurements of routing's effect on log-ratios (`noise/…`, two forward passes each). 0: none.
+    # Iterations between measurements of routing's effect on log-ratios, and of flips without replay (`noise/…`,
+    # `routing/native_flip_rate`, two forward passes each). 0: none.
     config.routing.noise_every = 0
     config.reference = ConfigDict()  # reference policy: the run's initial policy, frozen
     config.reference.kl_weight = 0.0  # weight of the KL to it, 0: no reference policy
@@ -462,7 +465,7 @@ RANGES = {
     "overlong.penalty": NOT_NEGATIVE,
     "mismatch.negative_mask": NOT_NEGATIVE,
     "overlong.cache": COUNT_OR_0,
-    "routing.replay": _one_of("none", "r2", "r3"),
+    "routing.replay": _one_of("none", "r2", "r3", "r3w"),
     "routing.balance_weight": NOT_NEGATIVE,
     "routing.z_weight": NOT_NEGATIVE,
     "routing.bias_rate": NOT_NEGATIVE,

@@ -124,9 +124,12 @@ class OldPolicy:
     values: Float[Array, "*B T"] | None = None
     """The critic's estimate before each token; None without a critic."""
     routes: RouterRecord | None = None
-    """The trainer's, following the sampler's under r3; None unless recomputed."""
+    """The trainer's, following the sampler's under r3 and r3w; None unless recomputed."""
     teacher_logprobs: Float[Array, "*B T"] | None = None
     """log π_T; None without a teacher, or if it is compared over the whole vocabulary."""
+    flips: Int[Array, "*B T L"] | None = None
+    """Experts of the rollout's record, of K, that the trainer's routers would not choose at the position that predicts
+    each token; -1 where unknown. None unless recomputed."""
 
 
 @struct.dataclass

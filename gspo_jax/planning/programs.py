@@ -198,16 +198,18 @@ class _Programs:
         config, objective = self.config, self.engine.objective
         rollout, tokens = self._rollout(self._places), self._places((self.T,), jnp.float32)
         recomputed = learning.recomputes(config)
-        routes = None
+        routes = flips = None
         if recomputed and self.model.is_routed:
             logprobs = self._places(rollout.routes.experts.shape[2:], jnp.float32)
             routes = RouterRecord(rollout.routes.experts, logprobs)
+            flips = self._places((self.T, self.model.route_shape[0]), self.model.expert_dtype)
         old = OldPolicy(
             tokens,
             tokens if config.reference.kl_weight else None,
             None if self.critic is None else tokens,
             routes,
             tokens if self.engine.scoring_teacher(self.engine.teacher_shapes) else None,
+            flips,
         )
         distils = self.engine.teacher is not None and config.teacher.form == "advantage"
         of_tokens = self.critic is not None or len(config.step_rewards) > 0 or distils

@@ -35,6 +35,7 @@ ADDER, COUNTER = (ROOT / "tests" / "golden" / name for name in ("adder", "counte
 PARTIAL = {"partial/left", "partial/calls", "response/older"}
 """The metrics of partial rollouts alone, which test_resume.py reads."""
 NOISE = {
+    *("routing/native_flip_rate", "routing/replayed_flip_rate"),
     *(f"noise/{name}" for name in ("token", "sequence", "effective_tokens")),
     *(f"noise/{level}_{part}" for level in ("token", "sequence") for part in ("share", *decomposition.PARTS)),
 }
@@ -130,9 +131,9 @@ def test_ppo_with_a_critic_of_its_own_and_its_kl_in_the_reward(data, tmp_path, w
 
 
 @pytest.mark.slow
-def test_a_sigmoid_router_beside_latent_attention_trains_with_r3_and_goes_on_from_a_checkpoint(data, tmp_path, written):
+def test_a_sigmoid_router_beside_latent_attention_trains_with_r3w_and_resumes(data, tmp_path, written):
     """The biases, which the updates move, are the sampler's at once and in the checkpoint."""
-    config = settings(data, iterations=2, coldstart__steps=1, routing__replay="r3", routing__bias_rate=0.05)
+    config = settings(data, iterations=2, coldstart__steps=1, routing__replay="r3w", routing__bias_rate=0.05)
     own = {"family": "deepseek_v3", "dense_layers": 1, "expert_groups": 4, "groups_per_token": 2, "num_kv_heads": 4}
     own["latent"] = {"rank": 16, "query_rank": None, "plain_dim": 8, "value_dim": 12, "interleaved": True}
     config.model.architecture.update({"num_layers": 3, "shared_intermediate_size": 32, **own})

@@ -348,6 +348,9 @@ def test_what_may_not_change_on_resuming_may_in_a_run_from_its_weights():
     config.training.old_logprobs = "recompute"
     with pytest.raises(UserError, match=r"^training.old_logprobs amounts to 'recompute' here and to 'sampler' in"):
         check_same_run(config, saved, "runs/a")  # what it keeps of unfinished rollouts
+    config.routing.replay = saved["routing"]["replay"] = "r3w"  # the same either way
+    check_same_run(config, saved, "runs/a")
+    config.routing.replay = saved["routing"]["replay"] = "none"
     config.training.old_logprobs, config.sampling.keep_top = "sampler", 20
     with pytest.raises(UserError, match=r"^sampling.keep_top is 20 here and 0 in the run in runs/a; set it back"):
         check_same_run(config, saved, "runs/a")
