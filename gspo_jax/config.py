@@ -103,6 +103,9 @@ def base() -> ConfigDict:
     config.sampling.top_k = 0  # sample among the k most probable tokens, 0: off
     config.sampling.top_p = 1.0  # sample among the fewest tokens with probabilities that reach top_p, 1: off
     config.sampling.min_p = 0.0  # leave out tokens below min_p times the largest probability, 0: off
+    # Ids per token that the sampler records with their log-probs, 0: none. With top_k, top_p or min_p: all that these
+    # kept, if no more (docs/decoding.md). Otherwise the most probable ones, among them the sampled one.
+    config.sampling.keep_top = 0
     config.sampling.stop_ids = ()  # token ids, or one-token texts, that also end a turn
     config.sampling.prefix = ""  # beginning of every response, e.g. "<think>\n", not trained on
     # "bfloat16" or "int8": round the sampler's weights as a rollout engine would, under a more precise trainer. Empty:
@@ -209,12 +212,15 @@ def base() -> ConfigDict:
     config.objective.update(_sections(objectives.catalogue))
 
     config.routing = ConfigDict()  # mixture-of-experts models only
-    config.routing.replay = "none"  # "r2": the trainer replays the old policy's expert choices. "r3": the sampler's
+    # "r2": the trainer replays the old policy's expert choices. "r3": the sampler's. "r3w": the sampler's, and their
+    # weights too, as constants: routers learn from no replayed token.
+    config.routing.replay = "none"
     config.routing.balance_weight = 0.0  # weight of the load-balancing loss, 0: off
     config.routing.z_weight = 0.0  # weight of the router z-loss, 0: off
     # Step of a sigmoid router's correction bias against each expert's load, once an update. 0: the bias stays.
     config.routing.bias_rate = 0.0
-    # Iterations between measurements of routing's effect on log-ratios (`noise/…`, two forward passes each). 0: none.
+    # Iterations between measurements of routing's effect on log-ratios, and of flips without replay (`noise/…`,
+    # `routing/native_flip_rate`, two forward passes each). 0: none.
     config.routing.noise_every = 0
     config.reference = ConfigDict()  # reference policy: the run's initial policy, frozen
     config.reference.kl_weight = 0.0  # weight of the KL to it, 0: no reference policy
@@ -425,6 +431,7 @@ RANGES = {
     "sampling.group_size": COUNT,
     "sampling.max_response_length": COUNT,
     "sampling.temperature": Range("a positive number; 0 would make all responses to a prompt equal", POSITIVE.holds),
+    "sampling.keep_top": COUNT_OR_0,
     "sampling.weights_dtype": _one_of("bfloat16", "int8", "", note=" for model.dtype"),
     "sampling.cache_dtype": _one_of("int8", "", note=" for model.dtype"),
     "sampling.slots": COUNT,
@@ -458,7 +465,7 @@ RANGES = {
     "overlong.penalty": NOT_NEGATIVE,
     "mismatch.negative_mask": NOT_NEGATIVE,
     "overlong.cache": COUNT_OR_0,
-    "routing.replay": _one_of("none", "r2", "r3"),
+    "routing.replay": _one_of("none", "r2", "r3", "r3w"),
     "routing.balance_weight": NOT_NEGATIVE,
     "routing.z_weight": NOT_NEGATIVE,
     "routing.bias_rate": NOT_NEGATIVE,
@@ -530,6 +537,7 @@ ADJUSTABLE = (
     "sampling.top_k",
     "sampling.top_p",
     "sampling.min_p",
+    "sampling.keep_top",
     "sampling.rounds",
     "sampling.filter",
     "training.entropy_weight",
@@ -539,5 +547,5 @@ ADJUSTABLE = (
 """Patterns of hyper-parameters that a resumed run may change, from its next update on. None shapes the train state.
 
 What `training.old_logprobs` amounts to may not change with partial rollouts, which keep router log-probs for one of its
-values only.
+values only. Nor may `sampling.keep_top`, as they keep so many ids per token.
 """

@@ -47,7 +47,7 @@ class Programs:
     native: OldPolicyFn
     """Scores any policy with its own routes, recorded."""
     replayed: OldPolicyFn
-    """Scores any policy with a rollout's routes."""
+    """Scores any policy with a rollout's routes, and under r3w with its weights."""
     experience: ExperienceFn
     update: UpdateFn
     blame: BlameFn
@@ -271,7 +271,7 @@ def _programs(
             deal=jax.jit(deal),
             score=make_score(config, made, critic, teacher, recompute=learning.recomputes(config)),
             native=make_old_policy(made.graph, scoring, recompute=True, replay="none"),
-            replayed=make_old_policy(made.graph, scoring, recompute=True, replay="r3"),
+            replayed=make_old_policy(made.graph, scoring, recompute=True, replay="r3w" if replay == "r3w" else "r3"),
             experience=make_experience(
                 group_size=config.sampling.group_size,
                 correction=learning.make_mismatch_correction(config),

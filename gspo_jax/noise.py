@@ -19,7 +19,7 @@ from gspo_jax import cli
 from gspo_jax.errors import UserError
 from gspo_jax.folder import lines
 from gspo_jax.iteration import collect
-from gspo_jax.measuring.noise import by_layer, described, measure
+from gspo_jax.measuring.noise import by_layer, described, flip_metrics, measure
 from gspo_jax.measuring.opened import open_policy
 from gspo_jax.parallel import hosts, processes
 from gspo_jax.routing import decomposition
@@ -56,6 +56,7 @@ def run(config: ConfigDict, workdir: str, updates: list[int], *, layers: bool = 
             routes = before, on_host(native.routes), on_host(replayed.routes)
             options = {"group_size": config.sampling.group_size, "unseen": batch.packing.unseen(count)}
             facts = described(ratios, *routes, batch.prompt_lengths, **options)
+            facts["replayed_flip_rate"] = flip_metrics(batch, native, replayed)["routing/replayed_flip_rate"]
             if layers and count == updates[-1]:
                 alone = by_layer(made, weights, batch)
                 facts["by_layer"] = [decomposition.of_layer(one.moments(config.sampling.group_size)) for one in alone]

@@ -79,6 +79,22 @@ class Responses:
 
 
 @struct.dataclass
+class KeptRecord:
+    """Probable ids in each sampled token's place, itself among them, with the sampler's log-probs.
+
+    Unused are entries past a smaller set's last, and those outside the action mask.
+    """
+
+    ids: Int[Array, "*B T K"]
+    """int32; -1 in unused entries."""
+    logprobs: Float[Array, "*B T K"]
+    """At the sampling temperature, float32: under the full softmax, or where `whole` renormalised over these ids. 0 in
+    unused entries."""
+    whole: Bool[Array, "*B T"]
+    """True where the ids are all that truncation (top-k, top-p, min-p) left."""
+
+
+@struct.dataclass
 class Rollout(Responses):
     """Sampled responses, with the sampler's log-probs and routes."""
 
@@ -90,9 +106,11 @@ class Rollout(Responses):
     """Log-probs under the distribution sampled from, after temperature, top-k, top-p and min-p; 0 outside the action
     mask."""
     logprobs: Float[Array, "*B T"]
-    """Log-probs under the full softmax at the sampling temperature, as the trainer scores; 0 outside the action
-    mask."""
+    """Log-probs as the trainer scores: under the full softmax at the sampling temperature, or where `kept.whole`
+    renormalised over the kept ids; 0 outside the action mask."""
     routes: RouterRecord
+    kept: KeptRecord | None = None
+    """None without `sampling.keep_top`."""
 
 
 @struct.dataclass
@@ -106,9 +124,12 @@ class OldPolicy:
     values: Float[Array, "*B T"] | None = None
     """The critic's estimate before each token; None without a critic."""
     routes: RouterRecord | None = None
-    """The trainer's, following the sampler's under r3; None unless recomputed."""
+    """The trainer's, following the sampler's under r3 and r3w; None unless recomputed."""
     teacher_logprobs: Float[Array, "*B T"] | None = None
     """log π_T; None without a teacher, or if it is compared over the whole vocabulary."""
+    flips: Int[Array, "*B T L"] | None = None
+    """Experts of the rollout's record, of K, that the trainer's routers would not choose at the position that predicts
+    each token; -1 where unknown. None unless recomputed."""
 
 
 @struct.dataclass
@@ -315,6 +336,8 @@ class SamplerStats:
     drafted: int = 0
     accepted: int = 0
     """Drafts fed, and of these right ones."""
+    kept: float = 0.0
+    """As in `DecodeStats`, summed over shards."""
 
     @property
     def occupancy(self) -> float:
@@ -330,6 +353,11 @@ class SamplerStats:
     def acceptance(self) -> float:
         """Share of the drafts fed that were right; 0 without any."""
         return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def kept_share(self) -> float:
+        """Mean of `kept` over sampled tokens; 1 before any."""
+        return self.kept / self.sampled_tokens if self.sampled_tokens else 1.0
 
     @property
     def pool(self) -> float:

@@ -204,7 +204,7 @@ def test_a_config_argument_that_does_not_exist(name):
             "turn_discount is 0.9, and objective.advantage 'gdpo' compares whole responses",
         ),
         ({"mesh.data": 0}, "mesh.data is 0; use 1 to 2147483647, or -1 for the remaining devices"),
-        ({"routing.replay": "r4"}, "routing.replay is 'r4'; use 'none', 'r2' or 'r3'"),
+        ({"routing.replay": "r4"}, "routing.replay is 'r4'; use 'none', 'r2', 'r3' or 'r3w'"),
         (
             {"routing.replay": "r2", "training.old_logprobs": "sampler"},
             "'r2', .*set training.old_logprobs to 'recompute', or use 'r3'",

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
@@ -12,7 +13,7 @@ from gspo_jax.engine import Engine
 from gspo_jax.parallel import hosts
 from gspo_jax.routing import decomposition
 from gspo_jax.routing.decomposition import Flips, LogRatios
-from gspo_jax.routing.drift import router_kl
+from gspo_jax.routing.drift import rates, router_kl
 from gspo_jax.types import Batch, OldPolicy, RouterRecord, Weights
 
 POSITIONS = 8
@@ -29,14 +30,14 @@ def measure(engine: Engine, weights: Weights, batch: Batch) -> tuple[LogRatios, 
 
     The ratios are whole on every host, in batch order.
     """
-    native = engine.programs.native(weights, None, None, batch)
-    replayed = engine.programs.replayed(weights, None, None, _with_routes(batch, batch.routes))
+    asked = _with_routes(batch, _to_replay(engine, batch))
+    native, replayed = (run(weights, None, None, asked) for run in (engine.programs.native, engine.programs.replayed))
     return _ratios(batch, replayed.logprobs, native.logprobs), native, replayed
 
 
 def by_layer(engine: Engine, weights: Weights, batch: Batch) -> list[LogRatios]:
     """Return a split per layer, with only that layer routed by its own router. A forward pass each."""
-    before = batch.routes
+    before = _to_replay(engine, batch)
 
     def logprobs(experts: Any) -> Any:
         asked = _with_routes(batch, RouterRecord(experts, before.logprobs))
@@ -45,6 +46,23 @@ def by_layer(engine: Engine, weights: Weights, batch: Batch) -> list[LogRatios]:
     replayed = logprobs(before.experts)
     each = (logprobs(before.experts.at[..., layer, :].set(-1)) for layer in range(before.experts.shape[-2]))
     return [_ratios(batch, replayed, alone) for alone in each]
+
+
+def flip_metrics(batch: Batch, native: OldPolicy, replayed: OldPolicy) -> dict[str, float]:
+    """Return flips of the batch's old routes, in a native pass and with these replayed, keyed as in metrics.jsonl."""
+    found = {}
+    for name, scored in (("native", native), ("replayed", replayed)):
+        rate, _ = _rates(scored.flips, batch.mask, k=batch.routes.experts.shape[-1])
+        found[f"routing/{name}_flip_rate"] = float(rate)
+    return found
+
+
+_rates = jax.jit(rates, static_argnames="k")
+
+
+def _to_replay(engine: Engine, batch: Batch) -> RouterRecord:
+    """Return the old policy's routes; under r3w the sampler's, whose weights it used."""
+    return batch.rollout.routes if engine.config.routing.replay == "r3w" else batch.routes
 
 
 def _with_routes(batch: Batch, routes: RouterRecord) -> Batch:

@@ -43,6 +43,8 @@ class Routing:
     """Experts to return router log-probs for; 0 for a -1."""
     load: Float[Array, "*L E"] | None = None
     """Each expert's share of all (token, expert) pairs. Requests the balance penalty."""
+    weigh_by: Float[Array, "*L B T K"] | None = None
+    """Router log-probs that weigh the replayed experts, as constants. None: the router's own."""
 
 
 class Routes(NamedTuple):
@@ -57,6 +59,9 @@ class Routes(NamedTuple):
     """The router's own choice under replay; None: it is `experts`."""
     watched: Float[Array, "*L B T K"] | None = None
     """log p at the watched experts, without a gradient."""
+    margin: Float[Array, "*L B T"] | None = None
+    """Least p of an expert that the router chose, less the largest of the others; made with `watched`. Below 0 where a
+    sigmoid router's bias or groups decided."""
     balance: Float[Array, "*L B T"] | None = None
     """E Σ_e load_e p_e, 1 if load or p is uniform."""
     z: Float[Array, "*L B T"] | None = None
@@ -164,14 +169,16 @@ def route(
 ) -> tuple[Routes, Float[Array, "B T K"]]:
     """Route to the top K of the softmax over all experts, with weights that sum to one if `renormalise`.
 
-    All float32. Replay fixes the choice alone: weights, and so gradients, come from the current logits.
+    All float32. Replay fixes the choice alone: weights, and so gradients, come from the current logits, unless the
+    request says what to weigh by.
     """
     logits = logits.astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, axis=-1)
     every = logits - log_z[..., None]
     logprobs, experts = _top(every, k)
     routes = _answered(every, logprobs, experts, log_z, asked)
-    return routes, jax.nn.softmax(routes.logprobs) if renormalise else jnp.exp(routes.logprobs)
+    scores = _weighed(routes.logprobs, asked)
+    return routes, jax.nn.softmax(scores) if renormalise else jnp.exp(scores)
 
 
 def _answered(
@@ -182,16 +189,39 @@ def _answered(
     asked: Routing | None,
 ) -> Routes:
     """Return the routes of a router with log-probs `every`, its choice and its logits' log-sum-exp, as asked for."""
-    asked, native, watched, balance = asked or Routing(), None, None, None
+    asked, native, watched, balance, margin = asked or Routing(), None, None, None, None
+    if asked.watch is not None:
+        constant = jax.lax.stop_gradient(every)
+        watched = _at(constant, asked.watch.astype(experts.dtype))
+        margin = _margin(constant, jax.lax.stop_gradient(logprobs), experts)
     if asked.replay is not None:
         native, replay = experts, asked.replay.astype(experts.dtype)
-        experts = jnp.where((replay >= 0).all(axis=-1, keepdims=True), replay, native)
+        experts = jnp.where(_known(asked.replay), replay, native)
         logprobs = _at(every, experts)
-    if asked.watch is not None:
-        watched = _at(jax.lax.stop_gradient(every), asked.watch.astype(experts.dtype))
     if asked.load is not None:
         balance = every.shape[-1] * (jnp.exp(every) * asked.load[None, None]).sum(axis=-1)
-    return Routes(experts, logprobs, native, watched, balance, z=log_z**2)
+    return Routes(experts, logprobs, native, watched, margin, balance, log_z**2)
+
+
+def _known(replay: Int[Array, "B T K"]) -> Bool[Array, "B T 1"]:
+    return (replay >= 0).all(axis=-1, keepdims=True)
+
+
+def _weighed(own: Float[Array, "B T K"], asked: Routing | None) -> Float[Array, "B T K"]:
+    """Return the log scores that weigh each token's experts: its `own`, or those of the request."""
+    if asked is None or asked.weigh_by is None:
+        return own
+    assert asked.replay is not None
+    return jnp.where(_known(asked.replay), asked.weigh_by, own)
+
+
+def _margin(
+    every: Float[Array, "B T E"], chosen: Float[Array, "B T K"], experts: Int[Array, "B T K"]
+) -> Float[Array, "B T"]:
+    """Return the least chosen probability less the largest of the others, or less 0 if all experts are chosen."""
+    columns = jax.lax.broadcasted_iota(experts.dtype, (1, 1, 1, every.shape[-1]), 3)
+    others = jnp.where((experts[..., None] == columns).any(axis=2), -jnp.inf, every)
+    return jnp.exp(chosen.min(axis=-1)) - jnp.exp(others.max(axis=-1))
 
 
 Choose = Callable[[Array, ModelConfig, Routing | None, Any], tuple[Routes, Array]]
@@ -216,14 +246,15 @@ def sigmoid_router(
     """Route to the experts of the largest σ(logit) + bias, weighted by σ alone, as in DeepSeek-V3 (arXiv 2412.19437).
 
     Weights are σ, or σ divided by the chosen ones' sum, times `routed_scaling_factor`. All float32. The bias has no
-    gradient. Replay fixes the choice alone, as in `route`: replayed experts weigh their current σ.
+    gradient. Replay fixes the choice alone, as in `route`: replayed experts weigh their current σ, or that of a record
+    up to a factor common to a token's experts, so only with weights divided by their sum.
     """
     logits = logits.astype(jnp.float32)
     scores = jax.nn.log_sigmoid(logits)
     total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     every, experts = scores - total, best_of_groups(jax.lax.stop_gradient(jax.nn.sigmoid(logits)), bias, config)
     routes = _answered(every, _at(every, experts), experts, jax.nn.logsumexp(logits, axis=-1), asked)
-    weights = jnp.exp(routes.logprobs + total)
+    weights = jnp.exp(_weighed(routes.logprobs + total, asked))
     if config.norm_topk_prob:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + SUM_FLOOR)
     return routes, weights * config.routed_scaling_factor

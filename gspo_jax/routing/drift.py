@@ -1,6 +1,7 @@
 """Routing drift: how far expert choices for the same tokens move between two policies.
 
-`compare` returns additive sums, `metrics` rates. A choice is the router's own, with a sigmoid router's bias and
+`compare` returns additive sums, `metrics` rates. A token has the routes of the position that predicts it, the one
+before or the prompt's last: they made its log-prob. A choice is the router's own, with a sigmoid router's bias and
 groups: an expert that these alone bring in or push out is flipped too. Probabilities are p of `models/moe.py`, without
 them.
 """
@@ -8,12 +9,12 @@ them.
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 
 @struct.dataclass
 class Drift:
-    """Sums over the tokens in the mask with a known old route (not -1). `kl` and `shift` need old log-probs."""
+    """Sums over tokens with a known old route (not -1). `kl`, `shift` and `lost` need old log-probs."""
 
     tokens: Float[Array, ""]
     flips: Float[Array, " L"]
@@ -27,12 +28,14 @@ class Drift:
     kl: Float[Array, ""] | None
     """`router_kl`, averaged over layers."""
     shift: Float[Array, ""] | None
+    lost: Float[Array, ""] | None
+    """The old router's probability of the flipped experts, averaged over layers."""
 
 
 def compare(
     old: Int[Array, "L B T K"],
     new: Int[Array, "L B T K"],
-    mask: Bool[Array, "B T"],
+    counts: Shaped[Array, "B T"],
     *,
     old_logprobs: Float[Array, "L B T K"] | None = None,
     new_logprobs: Float[Array, "L B T K"] | None = None,
@@ -40,26 +43,54 @@ def compare(
     """Sum up how the expert choice `new` differs from `old`, each most probable first.
 
     `old` is -1 if unknown. Log-probs are of the two routers at the experts of `old`.
+
+    Args:
+      counts: tokens that each position counts for: a mask, or numbers as of `layout.predicted`.
     """
     L, K = old.shape[0], old.shape[-1]
-    old, new = old.astype(jnp.int32), new.astype(jnp.int32)
-    known = mask & (old >= 0).all(axis=(0, 3))
-    kept = (old[..., :, None] == new[..., None, :]).any(axis=-1).sum(axis=-1)
-    changed = known[None] & (kept < K)
-    kl = shift = None
+    known = jnp.where((old >= 0).all(axis=(0, 3)), counts, 0).astype(jnp.float32)
+    gone = _gone(old, new)
+    changed = gone.any(axis=-1)
+
+    def total(x: Shaped[Array, "B T"]) -> Float[Array, ""]:
+        return jnp.where(known > 0, x * known, 0).sum()
+
+    kl = shift = lost = None
     if old_logprobs is not None:
         assert new_logprobs is not None
-        kl = jnp.where(known, router_kl(old_logprobs, new_logprobs).mean(axis=0), 0).sum()
-        shift = jnp.where(known, router_shift(old_logprobs, new_logprobs), 0).sum()
+        kl = total(router_kl(old_logprobs, new_logprobs).mean(axis=0))
+        shift = total(router_shift(old_logprobs, new_logprobs))
+        lost = total(jnp.where(gone, jnp.exp(old_logprobs), 0).sum(axis=-1).mean(axis=0))
     return Drift(
-        tokens=_count(known),
-        flips=jnp.where(known[None], 1 - kept / K, 0).sum(axis=(1, 2)),
-        changed=_count(changed.any(axis=0)),
-        layers_changed=_count(changed),
-        top1_changed=_count(known[None] & (old[..., 0] != new[..., 0])) / L,
+        tokens=known.sum(),
+        flips=(gone.sum(axis=-1) / K * known[None]).sum(axis=(1, 2)),
+        changed=total(changed.any(axis=0)),
+        layers_changed=total(changed.sum(axis=0)),
+        top1_changed=total((old[..., 0] != new[..., 0]).sum(axis=0)) / L,
         kl=kl,
         shift=shift,
+        lost=lost,
     )
+
+
+def flipped(old: Int[Array, "L B T K"], new: Int[Array, "L B T K"]) -> Int[Array, "L B T"]:
+    """Return how many experts of `old` are not in `new`; -1 where `old` is unknown."""
+    return jnp.where((old >= 0).all(axis=-1), _gone(old, new).sum(axis=-1), -1)
+
+
+def rates(flips: Int[Array, "*B T L"], mask: Bool[Array, "*B T"], *, k: int) -> Float[Array, " 2"]:
+    """Return the share of flipped experts, of `k` in each layer, and the share of (token, layer) pairs with one.
+
+    `flips` are as of `flipped`.
+    """
+    known = jnp.where(mask[..., None] & (flips >= 0), jnp.float32(1), 0)
+    found = jnp.stack([(known * flips).sum() / k, (known * (flips > 0)).sum()])
+    return found / jnp.maximum(known.sum(), 1)
+
+
+def _gone(old: Int[Array, "L B T K"], new: Int[Array, "L B T K"]) -> Bool[Array, "L B T K"]:
+    old, new = old.astype(jnp.int32), new.astype(jnp.int32)
+    return ~(old[..., :, None] == new[..., None, :]).any(axis=-1)
 
 
 def router_shift(old: Float[Array, "L B N K"], new: Float[Array, "L B N K"]) -> Float[Array, "B N"]:
@@ -92,10 +123,7 @@ def metrics(drift: Drift) -> dict[str, jax.Array]:
         "routing/layers_changed": drift.layers_changed / n,
         "routing/top1_changed": drift.top1_changed / n,
     }
-    if drift.kl is not None and drift.shift is not None:
+    if drift.kl is not None and drift.shift is not None and drift.lost is not None:
         found |= {"routing/router_kl": drift.kl / n, "routing/router_shift": drift.shift / n}
+        found["routing/mass_lost"] = drift.lost / n
     return found
-
-
-def _count(x: Bool[Array, "..."]) -> Float[Array, ""]:
-    return x.sum().astype(jnp.float32)

@@ -202,8 +202,8 @@ class Run:
         every = self.config.routing.noise_every
         if not every or (done % every and done != self.config.iterations):
             return {}
-        ratios, *_ = noise.measure(self.engine, self.engine.weights(state), batch)
-        return decomposition.metrics(ratios)
+        ratios, native, replayed = noise.measure(self.engine, self.engine.weights(state), batch)
+        return decomposition.metrics(ratios) | noise.flip_metrics(batch, native, replayed)
 
     def _guard(self, batch: Batch, metrics: list[Metrics]) -> None:
         config, objective = self.config, self.engine.objective

@@ -45,6 +45,7 @@ def check(config: ConfigDict, *, count_devices: Callable[[], int] | None = None)
     model = policy.model_config(config)
     check_dense(config, model)
     check_recurrent(config, model)
+    check_kept(config, model)
     policy.check_positions(config, model)
     _check_adapters_of(config, model)
     sizes = dict(config.mesh)
@@ -78,6 +79,7 @@ def check_elsewhere(config: ConfigDict, *, devices: int) -> list[str]:
     else:
         check_dense(config, model)
         check_recurrent(config, model)
+        check_kept(config, model)
         policy.check_positions(config, model)
         if (adapters := policy.make_adapters(config)) is not None:
             lora.check(model, adapters)
@@ -374,10 +376,19 @@ def check_recurrent(config: ConfigDict, model: ModelConfig) -> None:
         )
 
 
+def check_kept(config: ConfigDict, model: ModelConfig) -> None:
+    """Raise a UserError if more ids per token are to be recorded than the vocabulary has."""
+    if config.sampling.keep_top > model.vocab_size:
+        raise UserError(
+            f"sampling.keep_top is {config.sampling.keep_top}, and the model's vocabulary has {model.vocab_size} "
+            "tokens; use fewer, such as 64"
+        )
+
+
 def check_dense(config: ConfigDict, model: ModelConfig) -> None:
-    """Raise a UserError if a dense model's config needs routers, or that of routers without a bias moves it."""
+    """Raise a UserError if a dense model's config needs routers, or a routed one's what its routers do not have."""
     if model.is_routed:
-        _check_bias(config, model)
+        _check_routers(config, model)
         return
     routing, dispatch = config.routing, config.model.dispatch
     for what, asked, instead in (
@@ -393,9 +404,19 @@ def check_dense(config: ConfigDict, model: ModelConfig) -> None:
             raise UserError(f"{what} is for mixtures of experts, and the model is dense; use {instead}")
 
 
-def _check_bias(config: ConfigDict, model: ModelConfig) -> None:
+def _check_routers(config: ConfigDict, model: ModelConfig) -> None:
     rate, adapters = config.routing.bias_rate, config.adapter.rank or config.adapter.expert_rank
     if rate and adapters:
         raise UserError(f"routing.bias_rate is {rate}, and adapters leave the routers' biases as they are; use 0")
-    if rate and not any(BIAS in path.split(".") for path in by_path(transformer.abstract(model)[1])):
+    if rate and not _biased(model):
         raise UserError(f"routing.bias_rate is {rate}, and the model's routers have no correction bias; use 0")
+    if config.routing.replay == "r3w" and not model.norm_topk_prob and _biased(model):
+        raise UserError(
+            "routing.replay is 'r3w', which rebuilds weights from the sampler's router log-probs, but those of this "
+            "model's sigmoid routers need their sum too, since norm_topk_prob is false; use 'r3'"
+        )
+
+
+def _biased(model: ModelConfig) -> bool:
+    """Return True if routers have a correction bias, as all sigmoid ones."""
+    return any(BIAS in path.split(".") for path in by_path(transformer.abstract(model)[1]))

@@ -151,8 +151,8 @@ def why_recomputed(config: ConfigDict) -> str:
 
 
 def keeps_router_logprobs(config: ConfigDict, model: ModelConfig) -> bool:
-    """Return True if the sampler, not the trainer, records router log-probs."""
-    return model.is_routed and not recomputes(config)
+    """Return True if the sampler records router log-probs: for drift unless the trainer does, and to replay weights."""
+    return model.is_routed and (config.routing.replay == "r3w" or not recomputes(config))
 
 
 def make_penalties(config: ConfigDict) -> Penalties:

@@ -84,7 +84,7 @@ def check_same_run(
     changed = differences(config, saved)
     fixed = by_field(config.to_dict()).keys() ^ by_field(saved).keys()  # hyper-parameters of another version
     fixed = {name for name in fixed if name.startswith(("objective.", "mismatch."))}
-    if config.sampling.partial.prompts is not None:
+    if config.sampling.partial.prompts is not None and config.routing.replay != "r3w":  # which has them either way
         there, here = ("recompute" if learning.recomputes(each) else "sampler" for each in (as_config(saved), config))
         if there != here:
             raise UserError(
@@ -92,6 +92,7 @@ def check_same_run(
                 f"partial rollouts with the router log-probs of that; set it to {there!r}, or start another run with "
                 f"another {flag}"
             )
+        fixed.add("sampling.keep_top")  # they have so many ids per token
     for name, (there, here) in changed.items():
         if name in fixed or not (may_change(name) if adjusts else name.startswith(MAY_CHANGE)):
             raise UserError(

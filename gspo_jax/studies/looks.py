@@ -54,7 +54,7 @@ OTHERS = (
 """Looks of other objectives, and of runs that differ in something else."""
 PATTERNS = ("solid", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2)))
 """Line patterns of an objective's variants, darker each time."""
-REPLAYS = ("none", "r2", "r3")
+REPLAYS = ("none", "r2", "r3", "r3w")
 """Routing replays, in pattern order."""
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from gspo_jax.kernels.packed_attention import Spans
 from gspo_jax.kernels.scopes import at_most
@@ -170,6 +170,15 @@ def mask_of_rows(layout: Layout, mask: Bool[Array, "B T"]) -> Bool[Array, "R M"]
     """Return the mask at the tokens' own positions; False on prompts and padding."""
     nothing = jnp.zeros((mask.shape[0], layout.responses.prompts.shape[1]), bool)
     return layout.rows(jnp.concatenate([nothing, mask], axis=1)) & layout.valid
+
+
+def predicted(layout: Layout, mask: Bool[Array, "B T"]) -> Float[Array, "R M"]:
+    """Return how many of the mask's tokens each position predicts.
+
+    That is one or none, but for the last position of a prompt, which predicts the first token of all its responses.
+    """
+    _, transposed = jax.vjp(lambda x: layout.scored(layout.predicting(x)), jnp.zeros(layout.valid.shape))
+    return transposed(mask.astype(jnp.float32))[0]
 
 
 def _all_tokens(responses: Responses) -> Int[Array, "B N"]:

@@ -1,5 +1,7 @@
 """Metrics of an update, from sums over micro-batches. docs/metrics.md explains every name."""
 
+import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ from gspo_jax.objectives import Info
 from gspo_jax.objectives.regularizers import k3
 from gspo_jax.routing import drift as drift_lib
 from gspo_jax.routing import load as load_lib
-from gspo_jax.training.layout import Layout, mask_of_rows
+from gspo_jax.training.layout import Layout, mask_of_rows, predicted
 from gspo_jax.training.scoring import ModelScores
 from gspo_jax.types import Batch, RouterRecord
 
@@ -44,12 +46,13 @@ def of_policy(
         "mismatch_k1": -x.sum(),
         "mismatch_k3": k3(x).sum(),
         "mismatch_abs": jnp.abs(x).sum(),
+        "mismatch_beyond": (jnp.abs(x) > math.log(2)).sum().astype(jnp.float32),
         "spread": jnp.stack([z.sum() for z in (d, d * d, s, s * s, mask.any(axis=1).astype(jnp.float32))]),
         "moments": _moments(scores.logprobs, rollout.logprobs, mask),
         "clip": objectives.clip_sums(info, mask),
     }
     if config.is_routed:
-        sums["routes"] = _of_routes(scores.routes, routes, mask_of_rows(layout, mask), config.num_experts, replayed)
+        sums["routes"] = _of_routes(scores.routes, batch, layout, routes, config.num_experts, replayed)
     if info.masked is not None:
         sums["masked"] = info.masked.sum().astype(jnp.float32)
     if batch.correction is not None:
@@ -63,12 +66,31 @@ def of_policy(
     return sums, maxima
 
 
+def of_batch(batch: Batch) -> Metrics:
+    """Return how the trainer's routers differ from the sampler's over a whole batch, if it was scored by both."""
+    if batch.old.flips is None:
+        return {}
+    flip_rate, changed = drift_lib.rates(batch.old.flips, batch.mask, k=batch.routes.experts.shape[-1])
+    return {"mismatch/flip_rate": flip_rate, "mismatch/routers_changed": changed}
+
+
 def _of_routes(
-    routes: Routes, old: RouterRecord, mask: Bool[Array, "R M"], num_experts: int, replayed: Array | None
+    routes: Routes, batch: Batch, layout: Layout, old: RouterRecord, num_experts: int, replayed: Array | None
 ) -> Metrics:
-    now = jax.tree.map(jax.lax.stop_gradient, routes)
+    now, mask = jax.tree.map(jax.lax.stop_gradient, routes), mask_of_rows(layout, batch.mask)
+    compare, counts = partial(drift_lib.compare, old.experts, now.chosen), predicted(layout, batch.mask)
+    advantages = batch.advantages.reshape(len(batch.mask), -1)
+
+    def flips(own: Bool[Array, "B #T"]) -> Float[Array, " 2"]:
+        drift = compare(predicted(layout, batch.mask & own))
+        return jnp.stack([drift.flips.mean(), drift.tokens])
+
+    assert now.margin is not None
     sums: Metrics = {
-        "drift": drift_lib.compare(old.experts, now.chosen, mask, old_logprobs=old.logprobs, new_logprobs=now.watched),
+        "drift": compare(counts, old_logprobs=old.logprobs, new_logprobs=now.watched),
+        "positive": flips(advantages > 0),
+        "negative": flips(advantages < 0),
+        "margin": (now.margin.mean(axis=0) * counts).sum(),
         "load": load_lib.expert_counts(now.experts, mask, num_experts=num_experts),
     }
     if replayed is not None:
@@ -110,6 +132,7 @@ def from_sums(sums: Metrics, maxima: Metrics) -> Metrics:
         "mismatch/kl": sums["mismatch_k3"] / tokens,
         "mismatch/kl_k1": sums["mismatch_k1"] / tokens,
         "mismatch/mean": sums["mismatch_abs"] / tokens,
+        "mismatch/beyond_2x": sums["mismatch_beyond"] / tokens,
         "mismatch/max": maxima["mismatch"],
         "mismatch/pearson": _pearson(sums["moments"], tokens),
         **objectives.clip_fractions(sums["clip"]),
@@ -134,6 +157,10 @@ def from_sums(sums: Metrics, maxima: Metrics) -> Metrics:
 
 def _routing_metrics(sums: Metrics, tokens: Array) -> Metrics:
     found = drift_lib.metrics(sums["drift"]) | load_lib.metrics(sums["load"])
+    for sign in ("positive", "negative"):
+        flips, own = sums[sign]
+        found[f"routing/flip_rate_{sign}"] = flips / jnp.maximum(own, 1)
+    found["routing/margin"] = sums["margin"] / tokens
     if "replayed" in sums:
         found["routing/replayed"] = sums["replayed"] / tokens
     return found

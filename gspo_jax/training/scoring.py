@@ -15,7 +15,8 @@ from gspo_jax.kernels.logprobs import token_logprobs
 from gspo_jax.models.critic import Critic
 from gspo_jax.models.moe import Routes, Routing, layers_first, record
 from gspo_jax.models.transformer import Remat, Transformer
-from gspo_jax.routing.replay import Replay, experts_to_replay
+from gspo_jax.routing import drift
+from gspo_jax.routing.replay import OF_SAMPLER, Replay, to_replay
 from gspo_jax.training.layout import Layout, SideBySide, fold_all_rows
 from gspo_jax.types import Batch, OldPolicy, Rollout, RouterRecord, Weights
 
@@ -112,8 +113,9 @@ def make_old_policy(
     """Build a jitted `old_policy(weights, critic_params, reference, batch, teacher)`, called before the updates.
 
     log π_old is the sampler's or, with `recompute`, the trainer's, with routes recorded (the sampler's under `replay`
-    "r3"). The reference may have another graph, without adapters; it and the teacher always use their own routes. A
-    token beyond the teacher's vocabulary has log π_old as its log π_T, so that there is nothing to learn from it.
+    "r3" and "r3w") and where the routers' own choice differs from the rollout's record. The reference may have another
+    graph, without adapters; it and the teacher always use their own routes. A token beyond the teacher's vocabulary has
+    log π_old as its log π_T, so that there is nothing to learn from it.
     """
 
     def read(
@@ -124,10 +126,10 @@ def make_old_policy(
         rollouts: Sequence[Rollout],
         layout: SideBySide,
     ) -> Fields:
-        asked = None
-        if replay == "r3":
-            sampled = layout.rows([rollout.routes for rollout in rollouts])
-            asked = Routing(experts_to_replay(replay, layers_first(sampled), None))
+        sampled, asked = layers_first(layout.rows([rollout.routes for rollout in rollouts])), None
+        if replay in OF_SAMPLER:
+            experts, weigh_by = to_replay(replay, sampled, None)
+            asked = Routing(experts, weigh_by=weigh_by)
         scores, found = score(graph, weights, layout, scoring, routing=asked), Fields()
         if reference is not None:
             initial = Weights(reference, weights.frozen)
@@ -147,6 +149,9 @@ def make_old_policy(
             if config.is_routed:
                 experts, kept = jax.tree.leaves(record(scores.routes, layout.valid, config))
                 found["routes"] = RouterRecord(layout.whole(experts, -1), layout.whole(kept, 0))
+                flips = jnp.moveaxis(drift.flipped(sampled.experts, scores.routes.chosen), 0, 2)
+                whole = layout.whole(layout.predicting(flips.astype(config.expert_dtype)), -1)
+                found["flips"] = whole[:, :, rollouts[0].prompts.shape[1] :]
         return found
 
     def in_rows(read: Callable[[Sequence[Rollout], SideBySide], Fields], batch: Batch) -> Fields:

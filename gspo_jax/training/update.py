@@ -19,7 +19,7 @@ from gspo_jax.models.transformer import Transformer
 from gspo_jax.objectives import Objective
 from gspo_jax.routing import load as load_lib
 from gspo_jax.routing.drift import router_shift
-from gspo_jax.routing.replay import Replay, experts_to_replay
+from gspo_jax.routing.replay import Replay, to_replay
 from gspo_jax.training import metrics as metrics_lib
 from gspo_jax.training import terms as terms_lib
 from gspo_jax.training.layout import Layout, fold_rows
@@ -87,7 +87,7 @@ def make_gradient(
         index: Array | int,
         teacher: nnx.State | None = None,
     ) -> tuple[Gradients, Metrics]:
-        batch = batch.minibatch(index)
+        mismatch, batch = metrics_lib.of_batch(batch), batch.minibatch(index)
         load = _load(batch, Weights(state.params, frozen).model(graph).config) if penalties.balance else None
         reference = batch.old.reference_logprobs is not None
         others = {"reference": reference, "teacher_graph": teacher_graph}
@@ -103,8 +103,8 @@ def make_gradient(
             )
             assert sampled is not None
             routes = sampled if recorded is None else recorded
-            replayed = experts_to_replay(replay, sampled, recorded)
-            scores = score(graph, policy, layout, scoring, routing=Routing(replayed, routes.experts, load))
+            replayed, weigh_by = to_replay(replay, sampled, recorded)
+            scores = score(graph, policy, layout, scoring, routing=Routing(replayed, routes.experts, load, weigh_by))
             value, info = objectives.loss(
                 objective,
                 scores.logprobs,
@@ -122,7 +122,9 @@ def make_gradient(
             return value, ({"loss": value, **sums}, maxima)
 
         trained = (state.params, None if state.critic is None else state.critic.params)
-        return _of_rows(loss, trained, batch, objective.weights(batch.mask), group_size=scoring.group_size)
+        weights, group_size = objective.weights(batch.mask), scoring.group_size
+        gradients, metrics = _of_rows(loss, trained, batch, weights, group_size=group_size)
+        return gradients, metrics | mismatch
 
     return gradient
 

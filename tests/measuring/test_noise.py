@@ -223,6 +223,7 @@ def test_the_command_and_the_metric_on_a_run(data, tmp_path):
     train(config, tmp_path / "run")
     (logged,) = [row for row in read_metrics(tmp_path / "run") if "noise/token" in row]
     assert logged["iteration"] == 2 and logged["noise/token_routes"] > 0
+    assert 0 < logged["routing/replayed_flip_rate"] <= logged["routing/native_flip_rate"] < 1
     for level in ("token", "sequence"):
         parts = sum(logged[f"noise/{level}_{part}"] for part in decomposition.PARTS)
         assert parts == pytest.approx(logged[f"noise/{level}"], rel=1e-6)
@@ -240,6 +241,7 @@ def test_the_command_and_the_metric_on_a_run(data, tmp_path):
             assert split["interval"][0] <= split["share"] <= split["interval"][1]
         assert one.get("unseen", one)["tokens"] <= one["tokens"]
         assert 0 < one["router_kl"] < 1 and before["router_kl"] < 1e-6
+        assert 0 < one["replayed_flip_rate"] < 1 and before["replayed_flip_rate"] == 0
         assert 0 < one["flip_interval"][0] <= one["flip_rate"] <= one["flip_interval"][1] < 1
         assert one["flip_rate"] == pytest.approx(np.mean(one["flip_rate_per_layer"]))
     last = facts["after"][-1]

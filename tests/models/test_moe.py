@@ -59,6 +59,38 @@ def test_weights_are_those_of_the_current_router_at_the_replayed_experts():
     np.testing.assert_allclose(plain[0, :2], [[0.25, 0.125], [0.125, 0.25]], rtol=1e-6)
 
 
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_replayed_weights_are_the_record_s(renormalise):
+    """The record has 0.3 and 0.2 of experts 2 and 1, the router others; an unknown token has the router's own."""
+    logits = jnp.log(jnp.broadcast_to(jnp.asarray([0.5, 0.25, 0.125, 0.125]), (1, 2, 4)))
+    of = jnp.log(jnp.asarray([[[0.3, 0.2]] * 2]))
+    asked = Routing(jnp.asarray([[[2, 1], [2, -1]]], jnp.int8), weigh_by=of)
+    routes, weights = route(logits, k=2, renormalise=renormalise, asked=asked)
+    expected = [[[0.6, 0.4], [2 / 3, 1 / 3]]] if renormalise else [[[0.3, 0.2], [0.5, 0.25]]]
+    np.testing.assert_allclose(weights, expected, rtol=1e-6)
+    np.testing.assert_allclose(jnp.exp(routes.logprobs), [[[0.125, 0.25], [0.5, 0.25]]], rtol=1e-6)
+    gradient = jax.grad(lambda z: route(z, k=2, renormalise=renormalise, asked=asked)[1][..., 0].sum())(logits)
+    assert not gradient[0, 0].any() and gradient[0, 1].any()
+
+
+def test_the_margin_is_between_the_least_chosen_and_the_next():
+    """0.3 − 0.2 of probabilities .1, .4, .2, .3, whatever is replayed; the least itself if all are chosen.
+
+    Of scores whose shares these are, 0.1 − 0.4 if a bias chooses experts 0 and 2.
+    """
+    shares = jnp.asarray([[[0.1, 0.4, 0.2, 0.3]]])
+    for k, replay, expected in ((2, None, 0.1), (2, [[[0, 2]]], 0.1), (4, None, 0.1)):
+        asked = Routing(None if replay is None else jnp.asarray(replay), watch=jnp.full((1, 1, k), -1))
+        np.testing.assert_allclose(
+            route(jnp.log(shares), k=k, renormalise=True, asked=asked)[0].margin, [[expected]], rtol=1e-5
+        )
+    config = dataclasses.replace(UNGROUPED, num_experts=4, experts_per_token=2)
+    bias, asked = jnp.asarray([1.0, 0, 1, 0]), Routing(watch=jnp.full((1, 1, 2), -1))
+    routes, _ = moe.sigmoid_router(jnp.log(shares / (1 - shares)), config, asked, bias)
+    assert sorted(routes.experts[0, 0].tolist()) == [0, 2]
+    np.testing.assert_allclose(routes.margin, [[-0.3]], rtol=1e-5)
+
+
 def test_the_gradient_of_replayed_weights_is_that_of_a_softmax_over_these_experts():
     """w = softmax(z_1, z_2), so ∂w_1/∂z = w_1 w_2 (0, 1, −1, 0): zero for experts that are not replayed."""
     z = jnp.log(jnp.asarray([[[0.5, 0.25, 0.125, 0.125]]]))
@@ -126,6 +158,21 @@ def test_the_sigmoid_router_in_float64(config):
     watched = np.where(replay >= 0, np.log(np.take_along_axis(p, np.maximum(replay, 0), -1)), 0)
     np.testing.assert_allclose(routes.watched, watched, atol=2e-6)
     np.testing.assert_allclose(routes.balance, E * (p * load).sum(axis=-1), rtol=2e-6)
+    if config.norm_topk_prob:
+        other = rng.standard_normal((*shape, E))
+        recorded = 1 / (1 + np.exp(-np.take_along_axis(other, np.maximum(replay, 0), -1)))
+        of = np.log(recorded / (1 / (1 + np.exp(-other))).sum(axis=-1, keepdims=True))
+        of_record = asked.replace(weigh_by=jnp.asarray(of))
+
+        def weights_of(logits):
+            return moe.sigmoid_router(logits, config, of_record, jnp.asarray(bias))[1]
+
+        own = np.take_along_axis(scores, native, -1)
+        own = np.where((replay < 0).any(axis=-1, keepdims=True), own, recorded)
+        expected = 2.5 * own / own.sum(axis=-1, keepdims=True)
+        np.testing.assert_allclose(weights_of(jnp.asarray(logits)), expected, rtol=2e-6)
+        gradient = jax.grad(lambda x: weights_of(x)[..., 0].sum())(jnp.asarray(logits))
+        assert gradient[0, 0].any() and not gradient[1].any() and not gradient[0, 1:].any()
 
 
 def test_the_gradient_of_sigmoid_weights():

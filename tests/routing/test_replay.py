@@ -13,6 +13,8 @@ import pytest
 from flax import nnx
 
 from gspo_jax import objectives
+from gspo_jax.config import base
+from gspo_jax.errors import UserError
 from gspo_jax.kernels.attention import causal_attention
 from gspo_jax.kernels.rotary import Rotation, rms_norm
 from gspo_jax.models import moe, transformer
@@ -20,8 +22,10 @@ from gspo_jax.models.config import by_path
 from gspo_jax.models.moe import Routing, layers_first
 from gspo_jax.rollout.decoder import response_keys
 from gspo_jax.rollout.sampling import SamplingParams, StopRule
-from gspo_jax.routing import drift
-from gspo_jax.routing.replay import experts_to_replay
+from gspo_jax.routing import decomposition, drift
+from gspo_jax.routing.replay import to_replay
+from gspo_jax.setup import learning
+from gspo_jax.setup.checks import check_dense
 from gspo_jax.training import metrics as metrics_lib
 from gspo_jax.training.scoring import Scoring, make_old_policy, score
 from gspo_jax.training.state import new_state
@@ -29,7 +33,7 @@ from gspo_jax.training.update import Penalties, make_gradient, make_update
 from gspo_jax.types import Batch, OldPolicy, Packing, Rollout, RouterRecord, Weights
 from tests import tiny
 from tests.alone import Alone
-from tests.tiny import dealt, generate, leaf_errors, packed, prompts
+from tests.tiny import dealt, generate, leaf_errors, mostly_slow, packed, prompts
 
 CONFIG = dataclasses.replace(tiny.CONFIG, num_experts=300, moe_intermediate_size=4)
 """300 experts: ids that do not fit into a byte."""
@@ -169,9 +173,12 @@ def test_a_rematerialised_backward_takes_the_same_experts(rollout, native, forei
 
 def test_a_record_of_the_old_policy_is_needed_for_r2(rollout):
     with pytest.raises(ValueError, match="r2 replays the routes of the old policy, but none were recorded"):
-        experts_to_replay("r2", rollout.routes, None)
-    assert experts_to_replay("none", rollout.routes, None) is None
-    assert experts_to_replay("r3", rollout.routes, None) is rollout.routes.experts
+        to_replay("r2", rollout.routes, None)
+    assert to_replay("none", rollout.routes, None) == (None, None)
+    assert to_replay("r3", rollout.routes, None) == (rollout.routes.experts, None)
+    assert to_replay("r3w", rollout.routes, None) == (rollout.routes.experts, rollout.routes.logprobs)
+    with pytest.raises(ValueError, match=r"r3w replays .* it recorded no router log-probs"):
+        to_replay("r3w", dataclasses.replace(rollout.routes, logprobs=None), None)
 
 
 @pytest.fixture(scope="module")
@@ -239,9 +246,14 @@ def test_after_a_large_step_the_router_has_drifted_and_is_still_overruled(rollou
     record = np.moveaxis(old.routes.experts, 2, 0)
     scores = learn(policy, rollout, record.astype(np.int32))[1]
     np.testing.assert_array_equal(scores.routes.experts[:, real(rollout)], record[:, real(rollout)])
-    at = partial(of_tokens, rollout)
-    flips = drift.metrics(drift.compare(at(record), at(scores.routes.chosen), rollout.mask))
-    np.testing.assert_allclose(flips["routing/flip_rate"], metrics["routing/flip_rate"], rtol=1e-6)
+    chosen = np.moveaxis(scores.routes.chosen, 0, 2)
+    found = decomposition.flips(old.routes.experts, chosen, rollout.prompt_lengths, prompt_columns=S).old
+    of_token = found.mean(axis=(2, 3))
+    np.testing.assert_allclose(metrics["routing/flip_rate"], of_token[rollout.mask].mean(), rtol=1e-6)
+    up = experience_of(rollout, old).advantages > 0
+    for name, own in (("positive", up), ("negative", ~up)):
+        expected = of_token[own][rollout.mask[own]].mean()
+        np.testing.assert_allclose(metrics[f"routing/flip_rate_{name}"], expected, rtol=1e-6)
     free = learn(policy, rollout)[1].logprobs
     assert np.abs(scores.logprobs - free)[rollout.mask].max() > 1e-3, "without replay the log-probs would be different"
 
@@ -283,6 +295,23 @@ def test_records_of_prefill_decode_and_scoring_agree(rollout, olds):
     assert not sampler.logprobs[~fed].any() and not trainer.logprobs[~there].any()
 
 
+def test_scoring_counts_flips_where_tokens_are_predicted(rollout, olds, native, foreign):
+    """Against the sampler's own routes none; against others those of the noise command; -1 outside the responses."""
+    for old in olds.values():
+        np.testing.assert_array_equal(old.flips, np.where(rollout.mask, 0, -1)[..., None] * np.ones(2, int))
+    shifted = native[1].routes.experts.astype(np.int16)
+    shifted[0, ..., 0] = foreign[0, ..., 0]
+    shifted = np.moveaxis(shifted, 0, 2)
+    other = dataclasses.replace(rollout, routes=RouterRecord(shifted, rollout.routes.logprobs))
+    found = scored("r2", other)
+    expected = decomposition.flips(shifted, found.routes.experts, rollout.prompt_lengths, prompt_columns=S).old
+    np.testing.assert_array_equal(found.flips[rollout.mask], expected.sum(axis=3)[rollout.mask])
+    assert (found.flips[rollout.mask][:, 0] > 0).any() and not found.flips[rollout.mask][:, 1].any()
+    rate, changed = drift.rates(found.flips, rollout.mask, k=2)
+    np.testing.assert_allclose(rate, expected[rollout.mask].mean(), rtol=1e-6)
+    np.testing.assert_allclose(changed, expected.any(axis=3)[rollout.mask].mean(), rtol=1e-6)
+
+
 def router_logits(weights, rollout) -> list:
     """Return every layer's router logits [B, T, E] at the response tokens, from a plain loop without prompt sharing."""
     model = nnx.merge(GRAPH, weights)
@@ -296,6 +325,9 @@ def router_logits(weights, rollout) -> list:
 
         def attend(self, q, k, v, keep=None):
             return causal_attention(q, k, v, valid), None
+
+        def recur(self, rule, inputs):
+            raise NotImplementedError
 
     for layer in range(CONFIG.num_layers):
         block = nnx.merge(graph, jax.tree.map(lambda p, i=layer: p[i], stacked))
@@ -379,7 +411,7 @@ def metrics_of(rollout):
 def test_the_mismatch_of_rounding_errors_has_a_kl_that_is_not_negative(rollout, native, metrics_of):
     """x = 1e-4, which float32 log-probs hold up to 1e-7: x²/2 = 5e-9, of which exp(x) − 1 − x keeps no digit."""
     scores = jax.tree.map(jnp.asarray, native[1])
-    routes = scores.routes._replace(watched=scores.routes.logprobs)
+    routes = scores.routes._replace(watched=scores.routes.logprobs, margin=jnp.zeros(scores.routes.experts.shape[:3]))
     found = metrics_of(dataclasses.replace(scores, routes=routes, logprobs=rollout.logprobs + np.float32(1e-4)))
     np.testing.assert_allclose([found["mismatch/kl"], found["actor/kl"]], 5e-9, rtol=0.01)
 
@@ -440,6 +472,70 @@ def test_replay_leaves_no_route_of_a_sigmoid_router_in_the_ratio():
     assert abs(found["routing/router_kl"]) < 1e-6 and found["routing/router_shift"] == 1
     np.testing.assert_array_equal(kept.chosen[0], chosen.chosen[0])  # below, replay gives routers other tokens
     assert np.abs(native - logprobs).max() > 1e-2
+
+
+ROUTERS = {
+    "softmax": dataclasses.replace(tiny.CONFIG, norm_topk_prob=True),
+    "softmax, not renormalised": dataclasses.replace(tiny.CONFIG, norm_topk_prob=False),
+    "sigmoid in groups": dataclasses.replace(GROUPED, routed_scaling_factor=2.5),
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow(ROUTERS, always=("sigmoid in groups",)))
+def test_replayed_weights_are_those_of_the_record_and_teach_no_router(name):
+    """With other routers, log-probs move under r3 and stay under r3w, which gives routers no gradient.
+
+    Where the record is unknown they have one.
+    """
+    config = ROUTERS[name]
+    graph, tokens = transformer.abstract(config)[0], jnp.asarray(prompts(P=3).tokens)
+    rng, params = np.random.default_rng(0), tiny.params(config)
+
+    def is_router(path):
+        return any(name in jax.tree_util.keystr(path) for name in ("router", "choice_bias"))
+
+    def moved(path, x):
+        return x + jnp.asarray(rng.normal(0, 0.2, x.shape), jnp.float32) if is_router(path) else x
+
+    def forward(params, replay, weigh_by=None):
+        out = nnx.merge(graph, params)(tokens, routing=Routing(replay, weigh_by=weigh_by))
+        return jax.nn.log_softmax(out.logits), out.routes
+
+    @jax.jit
+    def learn(params, replay, weigh_by):
+        """Return log-probs, and the largest gradient of a router."""
+
+        def loss(params):
+            logprobs, _ = forward(params, replay, weigh_by)
+            return logprobs[..., 0].sum(), logprobs
+
+        gradient, logprobs = jax.grad(loss, has_aux=True)(params)
+        leaves = jax.tree_util.tree_leaves_with_path(gradient)
+        return logprobs, jnp.stack([jnp.abs(x).max() for path, x in leaves if is_router(path)]).max()
+
+    r3, (L, K) = jax.jit(forward), config.route_shape
+    logprobs, routes = r3(params, jnp.full((L, *tokens.shape, K), -1))
+    other = jax.tree_util.tree_map_with_path(moved, params)
+    np.testing.assert_allclose(r3(params, routes.experts)[0], logprobs, atol=1e-5)
+    assert np.abs(r3(other, routes.experts)[0] - logprobs).max() > 1e-2
+    kept, gradient = learn(other, routes.experts, routes.logprobs)
+    np.testing.assert_allclose(kept, logprobs, atol=1e-5)
+    assert gradient == 0
+    native, gradient = learn(other, routes.experts.at[:, :, 1, 0].set(-1), routes.logprobs)
+    np.testing.assert_allclose(native[:, 0], logprobs[:, 0], atol=1e-5)
+    assert np.abs(native - logprobs)[:, 1].max() > 1e-2 and gradient > 1e-3
+
+
+def test_the_sampler_records_what_r3w_replays():
+    """Router log-probs, whoever computes the old policy's; not the weights of sigmoids that are not renormalised."""
+    config = base()
+    for config.routing.replay, kept in (("r3", False), ("r3w", True)):
+        config.training.old_logprobs = "recompute"
+        assert learning.keeps_router_logprobs(config, GROUPED) == kept
+    for model in ROUTERS.values():
+        check_dense(config, model)
+    with pytest.raises(UserError, match=r"routing.replay is 'r3w', .* since norm_topk_prob is false; use 'r3'"):
+        check_dense(config, dataclasses.replace(GROUPED, norm_topk_prob=False))
 
 
 def test_biases_move_against_the_load():

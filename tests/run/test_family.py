@@ -35,6 +35,7 @@ ADDER, COUNTER = (ROOT / "tests" / "golden" / name for name in ("adder", "counte
 PARTIAL = {"partial/left", "partial/calls", "response/older"}
 """The metrics of partial rollouts alone, which test_resume.py reads."""
 NOISE = {
+    *("routing/native_flip_rate", "routing/replayed_flip_rate"),
     *(f"noise/{name}" for name in ("token", "sequence", "effective_tokens")),
     *(f"noise/{level}_{part}" for level in ("token", "sequence") for part in ("share", *decomposition.PARTS)),
 }
@@ -130,17 +131,19 @@ def test_ppo_with_a_critic_of_its_own_and_its_kl_in_the_reward(data, tmp_path, w
 
 
 @pytest.mark.slow
-def test_a_sigmoid_router_beside_latent_attention_trains_with_r3_and_goes_on_from_a_checkpoint(data, tmp_path, written):
+def test_a_sigmoid_router_beside_latent_attention_trains_with_r3w_and_resumes(data, tmp_path, written):
     """The biases, which the updates move, are the sampler's at once and in the checkpoint."""
-    config = settings(data, iterations=2, coldstart__steps=1, routing__replay="r3", routing__bias_rate=0.05)
+    config = settings(data, iterations=2, coldstart__steps=1, routing__replay="r3w", routing__bias_rate=0.05)
     own = {"family": "deepseek_v3", "dense_layers": 1, "expert_groups": 4, "groups_per_token": 2, "num_kv_heads": 4}
     own["latent"] = {"rank": 16, "query_rank": None, "plain_dim": 8, "value_dim": 12, "interleaved": True}
     config.model.architecture.update({"num_layers": 3, "shared_intermediate_size": 32, **own})
+    config.sampling.top_p, config.sampling.keep_top = 0.5, 200
     config.routing.balance_weight = 0.1  # a policy that is never right has no other gradient
     config.optimizer.learning_rate = 3e-3
     rows = run(config, tmp_path / "run", written)
     assert all(0.8 < row["routing/replayed"] < 1 for row in rows)
     assert [row["routing/flip_rate"] > 0.01 for row in rows] == [False, True, False, True], "by the moved biases"
+    assert all(0.5 < row["sampling/kept_whole"] <= 1 for row in rows if "sampling/kept_whole" in row)
     for config.iterations in (1, 2):
         train(config, tmp_path / "resumed")
     again = [row for row in read_metrics(tmp_path / "resumed") if "minibatch" in row]
@@ -157,7 +160,7 @@ def test_the_whole_loop_of_dapo(data, tmp_path, written):
     )
     config.sampling.slots, config.overlong.cache = 64, 6
     config.sampling.filter = "exact_answer"  # the penalty alone would keep groups of wrong answers
-    config.reference.kl_weight = 0.01
+    config.reference.kl_weight, config.sampling.keep_top = 0.01, 4
     config.training.old_logprobs = "recompute"
     config.mismatch.correction = "tis"
     config.routing.update({"replay": "r2", "balance_weight": 0.01, "z_weight": 0.001})
@@ -169,6 +172,7 @@ def test_the_whole_loop_of_dapo(data, tmp_path, written):
     full = [row["iteration"] for row in last if row["dynamic/filled"] == 0]
     assert full, "some batch was filled with groups whose rewards differ"
     assert all(row["reward/zero_std"] == 0 for row in rows if row["iteration"] in full)
+    assert all(0.5 < row["sampling/kept_mass"] < 1 for row in last)
     assert all(-1 <= row["reward/overlong"] <= 0 for row in rows)
     assert min(row["reward/overlong"] for row in rows) < 0
     assert all(row["response/learned"] <= 1 - row["response/truncated"] + 1e-6 for row in rows)
@@ -242,14 +246,15 @@ def warnings(said: str) -> list[str]:
 def test_settings_and_batches_that_teach_nothing_are_warned_of_once(data, tmp_path, capsys):
     config = settings(data, model__folder=str(ADDER), sampling__group_size=1, objective__gspo__low=0.2)
     config.data.prompts_per_batch = config.sampling.slots = 16
-    config.environment.name = "calculator"
+    config.environment.name, config.sampling.top_p = "calculator", 0.9
     train(config, tmp_path / "run")
     said = warnings(capsys.readouterr().out)
-    assert len(said) == 4
+    assert len(said) == 5
     assert "gspo bounds the ratio of a whole response by low=0.2: " in said[0]
     assert "sampling.group_size is 1: " in said[1]
-    assert "calculator replied to no response of a whole batch; make turns end where it listens" in said[2]
-    assert "all advantages of a batch are 0" in said[3]
+    assert "sampling.top_p 0.9: responses are sampled from another distribution than the full" in said[2]
+    assert "calculator replied to no response of a whole batch; make turns end where it listens" in said[3]
+    assert "all advantages of a batch are 0" in said[4]
 
 
 @pytest.mark.slow
@@ -281,6 +286,7 @@ def test_every_metric_is_in_the_glossary_and_nothing_else(written):
         ),
         ({"mismatch.correction": "tiss"}, "did you mean 'tis'"),
         ({"sampling.rounds": 0}, "sampling.rounds is 0; use 1 to "),
+        ({"sampling.keep_top": 321}, "sampling.keep_top is 321, and the model's vocabulary has 320 tokens; use fewer"),
         ({"objective.name": "ppo", "objective.ppo.lam": 2.0}, "lam=2.0 lies outside"),
         ({"objective.name": "cispo", "objective.cispo.mask": "pppo"}, "did you mean 'ppo'"),
     ],

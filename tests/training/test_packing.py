@@ -14,7 +14,7 @@ from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.rows import merge_rows, take_rows
 from gspo_jax.training import packing as packing_lib
-from gspo_jax.training.layout import Layout, deal, mask_of_rows
+from gspo_jax.training.layout import Layout, deal, mask_of_rows, predicted
 from gspo_jax.training.packing import Packer, default_budget, row_lengths, tokens_at_full_length, turns_at_full_length
 from tests.alone import Alone
 from tests.tiny import EIGHT, MESHES, mesh_id, mostly_slow, responses
@@ -217,10 +217,12 @@ def test_rows_hold_the_values_of_each_response_alone(sizes):
             rows = Layout.of(own, packing, 0, number)
             x = rows.rows(values)
             ahead = rows.scored(rows.predicting(x[..., 0]))
-            return rows.live, rows.whole(x, -7), rows.own(x[..., 1]), ahead, mask_of_rows(rows, rows.responses.mask)
+            mask = rows.responses.mask
+            counts = predicted(rows, mask), mask_of_rows(rows, mask)
+            return rows.live, rows.whole(x, -7), rows.own(x[..., 1]), ahead, (counts[0] * x[..., 0]).sum(), counts
 
-        *found, mask = jax.lax.map(turn, jnp.arange(turns))
-        return found, mask.sum()
+        *found, summed, counts = jax.lax.map(turn, jnp.arange(turns))
+        return found, (summed.sum(), *(x.sum() for x in counts))
 
     if sizes is None:
         found = packed(rollout, each, packing)
@@ -228,7 +230,7 @@ def test_rows_hold_the_values_of_each_response_alone(sizes):
         mesh = mesh_lib.make_mesh(sizes)
         with jax.set_mesh(mesh):
             found = packed(*hosts.shard_rows(mesh, (rollout, each)), packing)
-    found, tokens = jax.device_get(found)
+    found, (summed, *tokens) = jax.device_get(found)
     live, whole, own, ahead = (np.moveaxis(x, 0, 1)[packing.places] for x in found)
     np.testing.assert_array_equal(live.sum(axis=1), 1, "each response is in one row")
     at = live.argmax(axis=1)[:, None]
@@ -241,4 +243,5 @@ def test_rows_hold_the_values_of_each_response_alone(sizes):
     np.testing.assert_array_equal(own, np.where(rollout.mask, each[:, S:, 1], 0))
     expected = np.where(rollout.mask, np.asarray(alone.predicting(each[..., 0])), 0)
     np.testing.assert_array_equal(ahead, expected)
-    assert tokens == rollout.mask.sum()
+    assert tokens == [rollout.mask.sum()] * 2
+    np.testing.assert_allclose(summed, expected.sum(), rtol=1e-4)

@@ -29,7 +29,7 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.compilation import CompileCounter
 from gspo_jax.parallel.rows import PLACES
 from gspo_jax.routing.drift import router_shift
-from gspo_jax.routing.replay import experts_to_replay
+from gspo_jax.routing.replay import to_replay
 from gspo_jax.run.log import response_columns, response_metrics
 from gspo_jax.training import metrics as metrics_lib
 from gspo_jax.training.checkpoint import Checkpointer, restore
@@ -92,7 +92,8 @@ def whole(experience) -> Batch:
     """
     rng, r = np.random.default_rng(1), experience.rollout
     routes = recompute(weights(), r).routes
-    noise = rng.normal(scale=0.1, size=routes.logprobs.shape).astype(np.float32)
+    noise, S = rng.normal(scale=0.1, size=routes.logprobs.shape).astype(np.float32), r.prompts.shape[1]
+    noise[:, :S] = np.repeat(noise[::G, :S], G, axis=0)  # one record of a group's prompt
     old = dataclasses.replace(
         experience.old,
         reference_logprobs=r.logprobs + rng.normal(scale=0.1, size=r.mask.shape).astype(np.float32),
@@ -224,11 +225,12 @@ def test_one_checkpoint_on_two_meshes_has_the_same_bits_and_next_loss(experience
     assert abs(losses[1]) < 0.01 * terms, "the terms cancel"
 
 
-def _said(trained, batch, replay):
+def _said(trained, batch, replay, weigh_by):
     """Return scores and values of whole rows, without prompt sharing."""
     scoring, alone = Scoring(logprob_chunk=1024), Alone(batch.rollout)
     watch = layers_first(batch.old.routes).experts
-    scores = score(GRAPH, Weights.full(trained[0]), alone, scoring, routing=Routing(replay, watch))
+    routing = Routing(replay, watch, weigh_by=weigh_by)
+    scores = score(GRAPH, Weights.full(trained[0]), alone, scoring, routing=routing)
     return scores, values(CRITIC_GRAPH, trained[1], alone, scoring, policy_hidden=scores.hidden)
 
 
@@ -236,11 +238,11 @@ SAID = jax.jit(_said)
 
 
 @jax.jit
-def pulled_back(trained, batch, replay, gradients):
+def pulled_back(trained, batch, replay, weigh_by, gradients):
     """Return the gradient in the parameters, given gradients in log-probs, entropies and values."""
 
     def learned_from(trained):
-        scores, value = _said(trained, batch, replay)
+        scores, value = _said(trained, batch, replay, weigh_by)
         return scores.logprobs, scores.entropy, value
 
     return jax.vjp(learned_from, trained)[1](gradients)[0]
@@ -254,9 +256,9 @@ def by_the_definition(batch: Batch, name: str, replay: str):
     objective, r, old, mask = objectives.make(name), batch.rollout, batch.old, batch.mask
     trained = (params(), critic_lib.first_params(CRITIC_SHAPES, params()))
     routes = layers_first(old.routes)
-    asked = experts_to_replay(replay, layers_first(r.routes), routes)
-    native = np.full_like(routes.experts, -1)
-    scores, value = SAID(trained, batch, native if asked is None else asked)
+    asked, weigh_by = to_replay(replay, layers_first(r.routes), routes)
+    following = np.full_like(routes.experts, -1) if asked is None else asked, weigh_by
+    scores, value = SAID(trained, batch, *following)
     alone = Alone(r)
     shift = alone.predicting(router_shift(routes.logprobs, scores.routes.watched))
     weights = objective.weights(mask)
@@ -291,7 +293,7 @@ def by_the_definition(batch: Batch, name: str, replay: str):
         return back, metrics_lib.from_sums(sums | more, maxima)
 
     back, metrics = pull_back(scores, value)
-    policy, critic = pulled_back(trained, batch, native if asked is None else asked, back)
+    policy, critic = pulled_back(trained, batch, *following, back)
     return [policy, critic] if objective.critic else [policy], metrics, scores
 
 
@@ -314,7 +316,7 @@ def metrics_by_hand(scores, batch: Batch) -> dict[str, float]:
     }
 
 
-OWN = {"gspo": "r3", "gspo_token": "none", "ppo": "r2", "rspo": "r2"}
+OWN = {"gspo": "r3", "gspo_token": "none", "ppo": "r2", "rspo": "r3w"}
 """An objective of each kind that an update knows: by sequences, with advantages per token, with a critic, with a router
 shift; and the replay of its trainer on eight devices. test_objectives_catalogue.py has what the others are, and that
 rows may be split.
