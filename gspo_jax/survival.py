@@ -28,7 +28,7 @@ from gspo_jax.errors import UserError
 from gspo_jax.parser import make_parser
 from gspo_jax.studies import records
 from gspo_jax.studies.dots import draw_rows
-from gspo_jax.studies.looks import looks
+from gspo_jax.studies.looks import REPLAYS, looks
 from gspo_jax.studies.paired import Estimate, difference, find, starts_differ, written
 from gspo_jax.studies.runs import Group, RunData, group_runs, load_run
 from gspo_jax.studies.survival import LEVEL, Course, by_luck, course, rule, surviving
@@ -109,7 +109,7 @@ def stored(path: Path) -> Observed:
 def _named(label: str) -> tuple[str, str]:
     """Return objective and replay of a label such as "grpo, r2"."""
     first, *others = label.split(", ")
-    return first, next((word for word in others if word in ("r2", "r3")), "none")
+    return first, next((word for word in others if word in REPLAYS[1:]), "none")
 
 
 def compare(found: Observed, baseline: str) -> list[Arm]:

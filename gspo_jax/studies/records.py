@@ -22,7 +22,8 @@ METRICS = (
     *("reward/mean", "eval/accuracy", "response_length/mean", "actor/entropy", "actor/grad_norm"),
     *("clip_fraction/token", "clip_fraction/sequence"),
     *("ratio/token_log_std", "ratio/token_log_max", "ratio/sequence_log_std", "ratio/sequence_log_max"),
-    *("mismatch/kl", "mismatch/mean", "mismatch/dropped", "routing/flip_rate", "update/skipped"),
+    *("mismatch/kl", "mismatch/mean", "mismatch/beyond_2x", "mismatch/dropped"),
+    *("mismatch/flip_rate", "mismatch/routers_changed", "routing/flip_rate", "update/skipped"),
 )
 """Metrics that a record keeps of each iteration."""
 KEYS = ("run", "seed", "iteration", "machine", "jax")
