@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Repeats the studies of docs/evidence/ from nothing, or goes on with them where they were stopped:
 #   bash launch/evidence.sh [STEP …] [--jobs=N] [--dry-run]
-# Steps of the first study (docs/evidence/protocol.md), all in this order without any: cold (the policies that runs start
-# from), drift (an iteration of models that differ in one thing each), noise (what moves their flip rates, and how much of
-# the ratio's noise is routing), routers (the same for other routers and layers), screen, second_screen, bounds, tune,
-# confirm, tuned, shallow. Of later studies, each on a page of its own: repairs and grid, clipping, length, mismatch_screen,
-# mismatch and mismatch_bfloat16; they train the policy that they start from if it is missing. Runs are in runs/, figures and
-# tables in docs/evidence/, every iteration of the runs in docs/evidence/data/: runs that are there are not trained again,
-# on any machine, and a step without any left only draws. --jobs: runs at a time, 2 by default; noise, routers and length
-# measure one at a time. --dry-run prints the commands. Creates .venv if it is missing.
+# Steps of the first study (docs/evidence/protocol.md), all in this order without any: cold (the policies that runs
+# start from), drift (an iteration of models that differ in one thing each), noise (what moves their flip rates, and how
+# much of the ratio's noise is routing), routers (the same for other routers and layers), screen, second_screen, bounds,
+# tune, confirm, tuned, shallow. Of later studies, each on a page of its own: repairs and grid, clipping, length,
+# mismatch_screen, mismatch and mismatch_bfloat16; they train the policy that they start from if it is missing. Runs are
+# in runs/, figures and tables in docs/evidence/, every iteration of the runs in docs/evidence/data/: runs that are
+# there are not trained again, on any machine; a step without any left trains at most the policy that they would start
+# from, and draws. --jobs: runs at a time, 2 by default; noise, routers and length measure one at a time. --dry-run
+# prints the commands. Creates .venv if it is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh
