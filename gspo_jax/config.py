@@ -547,5 +547,5 @@ ADJUSTABLE = (
 """Patterns of hyper-parameters that a resumed run may change, from its next update on. None shapes the train state.
 
 What `training.old_logprobs` amounts to may not change with partial rollouts, which keep router log-probs for one of its
-values only.
+values only. Nor may `sampling.keep_top`, as they keep so many ids per token.
 """

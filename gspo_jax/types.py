@@ -80,9 +80,9 @@ class Responses:
 
 @struct.dataclass
 class KeptRecord:
-    """Most probable ids before each sampled token, with the sampler's log-probs, most probable first.
+    """Probable ids in each sampled token's place, itself among them, with the sampler's log-probs.
 
-    The sampled token is among them. Entries are unused past a kept set's last id, and outside the action mask.
+    Unused are entries past a smaller set's last, and those outside the action mask.
     """
 
     ids: Int[Array, "*B T K"]
@@ -333,6 +333,8 @@ class SamplerStats:
     drafted: int = 0
     accepted: int = 0
     """Drafts fed, and of these right ones."""
+    kept: float = 0.0
+    """As in `DecodeStats`, summed over shards."""
 
     @property
     def occupancy(self) -> float:
@@ -348,6 +350,11 @@ class SamplerStats:
     def acceptance(self) -> float:
         """Share of the drafts fed that were right; 0 without any."""
         return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def kept_share(self) -> float:
+        """Mean of `kept` over sampled tokens; 1 before any."""
+        return self.kept / self.sampled_tokens if self.sampled_tokens else 1.0
 
     @property
     def pool(self) -> float:

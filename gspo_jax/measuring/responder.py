@@ -252,6 +252,7 @@ class Responder(AbstractContextManager["Responder"]):
         config.sampling.group_size, config.sampling.max_response_length = sampling.n, sampling.max_tokens
         config.sampling.temperature = float(sampling.temperature)
         config.sampling.pool_tokens = config.sampling.partial.prompts = config.training.row_tokens = None
+        config.sampling.keep_top = 0
         config.training.minibatches, config.training.old_logprobs = 1, "recompute"
         return config
 

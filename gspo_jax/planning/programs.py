@@ -22,7 +22,7 @@ from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.prefixes import PackedPrefix, few
 from gspo_jax.setup import learning
 from gspo_jax.setup.memory import prefix_rows
-from gspo_jax.types import Batch, OldPolicy, Packing, Prompts, Rollout, RouterRecord, Weights
+from gspo_jax.types import Batch, KeptRecord, OldPolicy, Packing, Prompts, Rollout, RouterRecord, Weights
 
 NAMES = ("update", "score", "deal", "sample_prefill", "sample_decode", "reshard")
 
@@ -177,7 +177,10 @@ class _Programs:
         """Build a rollout. `each` makes an array from one response's shape."""
         S, T, model = self.S, self.T, self.model
         routed = (S + T, *model.route_shape)
-        kept = learning.keeps_router_logprobs(self.config, model)
+        with_logprobs = learning.keeps_router_logprobs(self.config, model)
+        kept = None
+        if K := self.engine.sampler.sampling.recorded:
+            kept = KeptRecord(each((T, K), jnp.int32), each((T, K), jnp.float32), each((T,), jnp.bool_))
         return Rollout(
             prompts=each((S,), jnp.int32),
             prompt_lengths=each((), jnp.int32),
@@ -187,7 +190,8 @@ class _Programs:
             truncated=each((), jnp.bool_),
             behaviour_logprobs=each((T,), jnp.float32),
             logprobs=each((T,), jnp.float32),
-            routes=RouterRecord(each(routed, model.expert_dtype), each(routed, jnp.float32) if kept else None),
+            routes=RouterRecord(each(routed, model.expert_dtype), each(routed, jnp.float32) if with_logprobs else None),
+            kept=kept,
         )
 
     def _batch(self) -> Batch:

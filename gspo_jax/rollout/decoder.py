@@ -31,7 +31,7 @@ from gspo_jax.rollout.drafting import NO_DRAFTS, Drafting
 from gspo_jax.rollout.loop import Decoded, DecodeLoop
 from gspo_jax.rollout.pages import Pool, whole_pool
 from gspo_jax.rollout.precision import Precision, rounded
-from gspo_jax.rollout.prefilled import Prefilled, PrefilledKV, SampledTokens, length_mask
+from gspo_jax.rollout.prefilled import Prefilled, PrefilledKV, length_mask
 from gspo_jax.rollout.prefixes import PackedPrefix
 from gspo_jax.rollout.sampling import SamplingParams, StopRule, draw, token_keys
 from gspo_jax.types import Prompts, RouterRecord, Weights
@@ -124,7 +124,7 @@ def prefill(
             last = jnp.repeat(last, B // P // last.shape[1], axis=1)
         logits = dataclasses.replace(output, hidden=last).logits
         logits = constrain(jnp.repeat(logits, B // P // logits.shape[1], axis=1).reshape(B, -1), "batch", "vocab")
-        first = SampledTokens(*draw(token_keys(keys, lengths), logits, sampling))
+        first = draw(token_keys(keys, lengths), logits, sampling)
         return Prefilled(prompts, prefix, prompt_kv, prefix_kv, first)
 
     args = prompts, keys, prefix

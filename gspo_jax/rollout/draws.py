@@ -54,7 +54,7 @@ def try_draws(count: int) -> Verdict:
 
     @jax.jit
     def drawn(key: Key[Array, ""], logits: Float[Array, "B V"]) -> Int[Array, " B"]:
-        return draw(jax.random.split(key, ROWS), logits, SamplingParams())[0]
+        return draw(jax.random.split(key, ROWS), logits, SamplingParams()).tokens
 
     # As an argument, so that the compiler adds the noise to logits that it does not know.
     logits = jnp.zeros((ROWS, VOCABULARY), jnp.float32)

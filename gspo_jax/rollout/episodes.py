@@ -25,7 +25,7 @@ from gspo_jax.rollout.history import History
 from gspo_jax.rollout.loop import Decoded
 from gspo_jax.rollout.prefixes import Prefix
 from gspo_jax.rollout.sampler import Sampler
-from gspo_jax.types import Batch, Prompts, Rollout, RouterRecord
+from gspo_jax.types import Batch, KeptRecord, Prompts, Rollout, RouterRecord
 
 _LOOK_S = 0.2
 """Seconds between looks for an answer while all episodes wait."""
@@ -149,13 +149,18 @@ class Episodes:
         named |= {saved: getattr(self, field) for field, saved in _SAVED_NAMES.items()} | {"experts": routes.experts}
         if routes.logprobs is not None:
             named["router_logprobs"] = routes.logprobs
+        if (kept := self.rollout.kept) is not None:
+            named |= {saved: getattr(kept, field) for field, saved in _SAVED_KEPT.items()}
         return named
 
     @classmethod
     def from_arrays(cls, named: Mapping[str, Any], texts: Sequence[str], records: Sequence[Any]) -> "Episodes":
         """Invert `to_arrays`, given texts and records."""
         routes = RouterRecord(named["experts"], named.get("router_logprobs"))
-        rollout = Rollout(**{name: named[name] for name in _ROLLOUT_FIELDS}, routes=routes)
+        kept = None
+        if _SAVED_KEPT["ids"] in named:
+            kept = KeptRecord(**{field: named[saved] for field, saved in _SAVED_KEPT.items()})
+        rollout = Rollout(**{name: named[name] for name in _ROLLOUT_FIELDS}, routes=routes, kept=kept)
         objects = {"texts": np.array(texts, object), "records": np.array(records, object)}
         return cls(rollout, **objects, **{field: np.asarray(named[saved]) for field, saved in _SAVED_NAMES.items()})
 
@@ -176,6 +181,8 @@ _SAVED_NAMES = {
     **{name: name for name in ("waiting", "failed", "turn_ends", "turn_rewards")},
 }
 """Array fields of `Episodes`, with their names in checkpoints."""
+_SAVED_KEPT = {field.name: f"kept_{field.name}" for field in dataclasses.fields(KeptRecord)}
+"""The same of `KeptRecord`."""
 
 
 def group_rows(groups: Int[np.ndarray, " N"], group_size: int) -> Int[np.ndarray, " B"]:
@@ -285,7 +292,7 @@ class Player:
             **{name: np.zeros((B, T), np.float32) for name in ("behaviour_logprobs", "logprobs")},
         }
         episodes = Episodes(
-            Rollout(**fields, routes=self._sampler.empty_routes(B, S + T)),
+            Rollout(**fields, routes=self._sampler.empty_routes(B, S + T), kept=self._sampler.empty_kept(B)),
             texts=_repeated(prompts.texts, B),
             records=_repeated(prompts.records, B),
             keys=keys,
@@ -508,7 +515,7 @@ class Player:
 def merge_decoded(episodes: Episodes, decoded: Decoded) -> Episodes:
     """Merge a call's tokens, fetched to the host, into the unfinished episodes.
 
-    Earlier log-probs and routes stay.
+    Earlier log-probs, kept ids and routes stay.
     """
     old, new, live = episodes.rollout, decoded.rollout, episodes.live
     sampled, known = new.action_mask, old.routes.experts >= 0
@@ -520,6 +527,9 @@ def merge_decoded(episodes: Episodes, decoded: Decoded) -> Episodes:
         "behaviour_logprobs": np.where(sampled, new.behaviour_logprobs, old.behaviour_logprobs),
         "logprobs": np.where(sampled, new.logprobs, old.logprobs),
         "routes": jax.tree.map(lambda a, b: np.where(known, a, b), old.routes, new.routes),
+        "kept": jax.tree.map(
+            lambda a, b: np.where(sampled.reshape(*sampled.shape, *(1,) * (b.ndim - 2)), b, a), old.kept, new.kept
+        ),
     }
     rollout = dataclasses.replace(old, **fields)
     turn_over = live & ~decoded.unfinished

@@ -60,10 +60,10 @@ from gspo_jax.parallel.mesh import constrain
 from gspo_jax.rollout.drafting import Drafting, DraftState, Held, drafted
 from gspo_jax.rollout.drafts import accepted
 from gspo_jax.rollout.pages import PageTable, Pool
-from gspo_jax.rollout.prefilled import Prefilled, SampledTokens, flatten_routes
+from gspo_jax.rollout.prefilled import Prefilled, flatten_routes
 from gspo_jax.rollout.responses import ResponseBuffer, StepLog, log_rows
 from gspo_jax.rollout.sampling import SamplingParams, StopRule, draw, is_eos, token_keys
-from gspo_jax.types import Rollout, Weights
+from gspo_jax.types import KeptRecord, Rollout, Weights
 
 _SHRINKS, _DRAFTING_SHRINKS = (2, 2, 2), (4,)
 """Divisors of the slots from phase to phase, each compiled separately, as is each width of a step with drafts."""
@@ -90,6 +90,9 @@ class DecodeStats(NamedTuple):
     """Drafts fed."""
     accepted: Int[Array, " shards"]
     """Drafts that the policy sampled in their place, of those fed."""
+    kept: Float[Array, " shards"] | None
+    """Probability of the kept ids, or with truncation 1 where they are all that it left, summed over sampled tokens;
+    None without a record."""
 
 
 class Decoded(NamedTuple):
@@ -246,8 +249,8 @@ class DecodeLoop:
         n, B, T = self.queue.shape[0], self.slots, self.stop.max_length
         at, zero = jnp.arange(B, dtype=jnp.int32), jnp.zeros((), jnp.int32)
         kv, rows = self.prefilled.prompt_kv, log_rows(T, _LOG_ROWS) * (1 + self.drafts)
-        like = self.prefilled.first, jax.tree.map(flatten_routes, kv.routes)
-        log = StepLog(*jax.tree.map(lambda x: jnp.zeros((rows, B, *x.shape[2:]), x.dtype), like))
+        like = self.prefilled.first, jax.tree.map(lambda r: flatten_routes(r)[0], kv.routes)
+        log = StepLog(*jax.tree.map(lambda x: jnp.zeros((rows, B, *x.shape[1:]), x.dtype), like))
         buffer, drafts = ResponseBuffer.start(self.prefilled, T, rows), None
         if self.drafts:
             log = dataclasses.replace(log, taken=jnp.zeros((rows, B), bool))
@@ -304,8 +307,16 @@ class DecodeLoop:
         sampled = rollout.action_mask.sum(axis=1, dtype=jnp.int32)
         decoded = jnp.maximum(sampled - 1, 0).sum()
         counts = state.steps, state.slot_steps, state.filled, decoded, sampled.sum()
-        counts = *counts, state.busy_steps, state.drafted, state.accepted
-        return Decoded(rollout, unfinished, DecodeStats(*(x[None] for x in counts)))
+        counts = *counts, state.busy_steps, state.drafted, state.accepted, self._kept(rollout.kept)
+        return Decoded(rollout, unfinished, jax.tree.map(lambda x: x[None], DecodeStats(*counts)))
+
+    def _kept(self, kept: KeptRecord | None) -> Float[Array, ""] | None:
+        """Return `DecodeStats.kept` of this shard."""
+        if kept is None:
+            return None
+        if self.sampling.truncates:
+            return kept.whole.sum(dtype=jnp.float32)
+        return jnp.where(kept.ids >= 0, jnp.exp(kept.logprobs), 0).sum()
 
     def ended_so_far(self, state: LoopState) -> tuple[Int[Array, "n T"], Int[Array, " n"]]:
         """Return the tokens and lengths of the responses that have ended, length 0 for all others."""
@@ -376,7 +387,7 @@ class DecodeLoop:
         logits = constrain(output.logits.reshape(B * Q, -1), "batch", "vocab")
         keys = self.keys if held.aligned else self.keys[held.responses]
         drawn = draw(token_keys(jnp.repeat(keys, Q), following.reshape(-1)), logits, self.sampling)
-        sampled = SampledTokens(*(x.reshape(B, Q) for x in drawn))
+        sampled = jax.tree.map(lambda x: x.reshape(B, Q, *x.shape[1:]), drawn)
         routes = moe.record(output.routes, fed, self.model.config, logprobs=kv.routes.logprobs is not None)
         eos, right = is_eos(sampled.tokens, self.stop.eos_ids), accepted(tokens[:, 1:], count, sampled.tokens)
         taken = held.active[:, None] & (place <= right[:, None]) & (jnp.cumsum(eos, axis=1) - eos == 0)

@@ -3,21 +3,12 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from gspo_jax.kernels.kv import KV, Values
 from gspo_jax.rollout.prefixes import PackedPrefix
+from gspo_jax.rollout.sampling import SampledTokens
 from gspo_jax.types import Prompts, RouterRecord
-
-
-class SampledTokens(NamedTuple):
-    """Sampled token ids with their log-probs."""
-
-    tokens: Int[Array, "*b"]
-    behaviour_logprobs: Float[Array, "*b"]
-    """Log-prob under the distribution sampled from."""
-    logprobs: Float[Array, "*b"]
-    """Log-prob under the full softmax at the sampling temperature."""
 
 
 class PrefilledKV(NamedTuple):

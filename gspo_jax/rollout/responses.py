@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int, Shaped
 
-from gspo_jax.rollout.prefilled import Prefilled, SampledTokens, flatten_routes, length_mask
-from gspo_jax.rollout.sampling import StopRule, is_eos
-from gspo_jax.types import Rollout, RouterRecord
+from gspo_jax.rollout.prefilled import Prefilled, flatten_routes, length_mask
+from gspo_jax.rollout.sampling import SampledTokens, StopRule, is_eos
+from gspo_jax.types import KeptRecord, Rollout, RouterRecord
 
 BLOCK = 32
 """Tokens whose routes are written together: rows of a TPU's tile of int8, which it cannot write in part."""
@@ -44,7 +44,7 @@ class ResponseBuffer:
     """
 
     sampled: SampledTokens
-    """[n, M]; prefixes have log-probs 0."""
+    """[n, M], kept ids [n, K, M]: TPUs pad the last dimension to 128. Prefixes have log-probs 0."""
     routes: RouterRecord
     """Routes of tokens fed to the model, [n, M / BLOCK, BLOCK, L·K]."""
     lengths: Int[Array, " n"]
@@ -54,7 +54,12 @@ class ResponseBuffer:
         """Start with each response's prefix and first sampled token; `rows` of the log are whole blocks."""
         prefix_lengths, size = prefilled.prefix_lengths, _in_blocks(max_length) + rows + BLOCK
         is_first = jnp.arange(size)[None] == prefix_lengths[:, None]
-        sampled = jax.tree.map(lambda d: jnp.where(is_first, d[:, None], jnp.zeros((), d.dtype)), prefilled.first)
+
+        def begun(d: Array) -> Array:
+            """[n, …] -> [n, …, M]."""
+            return jnp.where(jnp.expand_dims(is_first, range(1, d.ndim)), d[..., None], jnp.zeros((), d.dtype))
+
+        sampled = jax.tree.map(begun, prefilled.first)
         prefix, prefix_kv = prefilled.prefix, prefilled.prefix_kv
         if prefix is None or prefix_kv is None:
             blocks = len(prefix_lengths), size // BLOCK, BLOCK
@@ -86,10 +91,11 @@ class ResponseBuffer:
 
         def put(old: Array, own: Array) -> Array:
             """Copy from the first token that was not sampled earlier on. What follows the last is undefined."""
-            size = len(own)
+            size, nowhere, own = len(own), (0,) * (own.ndim - 1), jnp.moveaxis(own, 0, -1)
             first = jnp.maximum(length - rows, prefix_length + 1)
-            own = jax.lax.dynamic_slice(jnp.pad(own, (0, size)), (first - (length - rows),), (size,))
-            return jax.lax.dynamic_update_slice(old, own[None], (response, first))
+            padded = jnp.pad(own, [(0, 0)] * len(nowhere) + [(0, size)])
+            own = jax.lax.dynamic_slice(padded, (*nowhere, first - (length - rows)), own.shape)
+            return jax.lax.dynamic_update_slice(old, own[None], (response, *nowhere, first))
 
         def put_blocks(old: Array, own: Array) -> Array:
             size = len(own) + BLOCK
@@ -116,7 +122,7 @@ class ResponseBuffer:
         Also returns True for each response that reached neither.
         """
         T, prefix_lengths = stop.max_length, prefilled.prefix_lengths
-        sampled = jax.tree.map(lambda x: x[:, :T], self.sampled)
+        sampled = jax.tree.map(lambda x: x[..., :T], self.sampled)
         fed = jax.tree.map(lambda x: x.reshape(len(x), x.shape[1] * BLOCK, x.shape[-1])[:, :T], self.routes)
         tokens, at = sampled.tokens, jnp.arange(T)[None]
         available = at < jnp.minimum(limits, self.lengths)[:, None]
@@ -135,7 +141,11 @@ class ResponseBuffer:
             whole = jnp.concatenate([jnp.repeat(flatten_routes(prompt), group_size, axis=0), response], axis=1)
             return whole.reshape(*whole.shape[:2], *prompt.shape[2:])
 
-        prompt_routes = prefilled.prompt_kv.routes
+        prompt_routes, kept = prefilled.prompt_kv.routes, sampled.kept
+        if kept is not None:
+            ids, logprobs = (jnp.swapaxes(x, 1, 2) for x in (kept.ids, kept.logprobs))
+            own = action_mask[..., None]
+            kept = KeptRecord(jnp.where(own, ids, -1), jnp.where(own, logprobs, 0), kept.whole & action_mask)
         rollout = Rollout(
             prompts=jnp.repeat(
                 jnp.pad(prefilled.prompts.tokens, padding, constant_values=stop.pad_id), group_size, axis=0
@@ -151,6 +161,7 @@ class ResponseBuffer:
                 joined(prompt_routes.experts, fed.experts, -1),
                 jax.tree.map(partial(joined, fill=0), prompt_routes.logprobs, fed.logprobs),
             ),
+            kept=kept,
         )
         return rollout, ~stopped & ~rollout.truncated
 

@@ -25,7 +25,7 @@ from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.precision import Precision
 from gspo_jax.rollout.prefixes import Prefix, bucket, pack
 from gspo_jax.rollout.sampling import SamplingParams, StopRule
-from gspo_jax.types import Prompts, Rollout, RouterRecord, SamplerStats, Weights
+from gspo_jax.types import KeptRecord, Prompts, Rollout, RouterRecord, SamplerStats, Weights
 
 POLL_STEPS = 256
 """Decode steps between checks for a stop request; a shorter decode is one program."""
@@ -79,7 +79,7 @@ class Sampler:
         self._model = shapes.model(graph).config
         self.reshard = decoder.make_reshard(self.moved(shapes), mesh, dtype, precision)
         self._weights: Weights | None = None
-        self._sampling, self._slots, self._router_logprobs = sampling, slots, router_logprobs
+        self.sampling, self._slots, self._router_logprobs = sampling, slots, router_logprobs
         self._cache_dtype = cache_dtype
         self._pool_tokens, self.drafting = pool_tokens, drafting
         self.columns = page_columns(page, stop.max_length, mesh.devices.flat[0].platform)
@@ -99,7 +99,7 @@ class Sampler:
     @property
     def prefill_options(self) -> dict[str, Any]:
         return {
-            "sampling": self._sampling,
+            "sampling": self.sampling,
             "router_logprobs": self._router_logprobs,
             "cache_dtype": self._cache_dtype,
         }
@@ -111,7 +111,7 @@ class Sampler:
         tokens = None if self._pool_tokens is None else self._pool_tokens // shards
         own, pool = fitting(slots // shards, self.stop.max_length, tokens, self.columns, grows=min_ended < 1)
         return {
-            "sampling": self._sampling,
+            "sampling": self.sampling,
             "stop": self.stop,
             "slots": own * shards,
             "pool": pool,
@@ -184,6 +184,16 @@ class Sampler:
         experts: Any = np.full(shape, -1, self._model.expert_dtype)
         logprobs: Any = np.zeros(shape, np.float32) if self._router_logprobs else None
         return RouterRecord(experts, logprobs)
+
+    def empty_kept(self, responses: int) -> KeptRecord | None:
+        """Return a host record of kept ids with nothing sampled, None if none are recorded."""
+        if not (K := self.sampling.recorded):
+            return None
+        tokens = responses, self.stop.max_length
+        ids: Any = np.full((*tokens, K), -1, np.int32)
+        logprobs: Any = np.zeros((*tokens, K), np.float32)
+        whole: Any = np.zeros(tokens, bool)
+        return KeptRecord(ids, logprobs, whole)
 
     def resume(
         self,
@@ -268,6 +278,7 @@ class Sampler:
             busy_steps=stats.busy_steps + int(work.busy_steps.sum()),
             drafted=stats.drafted + int(work.drafted.sum()),
             accepted=stats.accepted + int(work.accepted.sum()),
+            kept=stats.kept + (0.0 if work.kept is None else float(work.kept.sum())),
         )
 
 

@@ -264,6 +264,8 @@ def iteration_metrics(clock: Clock, engine: Engine, batch: Batch, rounds: Rounds
     for each in rewards:
         for name, failed in each.failed.items():
             found[f"reward/{name}/failed"] = found.get(f"reward/{name}/failed", 0) + int(failed.sum())
+    if sampler.sampling.recorded:
+        found[f"sampling/kept_{'whole' if sampler.sampling.truncates else 'mass'}"] = stats.kept_share
     without = [each.without_worker for each in rewards if each.without_worker is not None]
     return found | ({"reward/without_worker": float(np.concatenate(without).mean())} if without else {})
 

@@ -115,6 +115,8 @@ def open_run(
         log.note_start(files.local, origin=start.origin, changes=start.changes, said=start.said)
         taught = made.teacher is not None
         log.guard_config(made.objective, group_size=config.sampling.group_size, taught=taught)
+        if text := players.truncation_warning(config):
+            log.warn(text)
         if config.training.old_logprobs == "auto" and (why := learning.why_recomputed(config)):
             log.progress.say(why)
         for text in start.changed:

@@ -45,6 +45,7 @@ def check(config: ConfigDict, *, count_devices: Callable[[], int] | None = None)
     model = policy.model_config(config)
     check_dense(config, model)
     check_recurrent(config, model)
+    check_kept(config, model)
     policy.check_positions(config, model)
     _check_adapters_of(config, model)
     sizes = dict(config.mesh)
@@ -78,6 +79,7 @@ def check_elsewhere(config: ConfigDict, *, devices: int) -> list[str]:
     else:
         check_dense(config, model)
         check_recurrent(config, model)
+        check_kept(config, model)
         policy.check_positions(config, model)
         if (adapters := policy.make_adapters(config)) is not None:
             lora.check(model, adapters)
@@ -381,6 +383,15 @@ def check_recurrent(config: ConfigDict, model: ModelConfig) -> None:
         raise UserError(
             f"sampling.draft is {config.sampling.draft!r}, and this model's linear-attention layers keep a state that "
             "cannot take back a wrong draft; use --config.sampling.draft=none"
+        )
+
+
+def check_kept(config: ConfigDict, model: ModelConfig) -> None:
+    """Raise a UserError if more ids per token are to be recorded than the vocabulary has."""
+    if config.sampling.keep_top > model.vocab_size:
+        raise UserError(
+            f"sampling.keep_top is {config.sampling.keep_top}, and the model's vocabulary has {model.vocab_size} "
+            "tokens; use fewer, such as 64"
         )
 
 

@@ -71,7 +71,7 @@ def sampling_bytes(config: ConfigDict, model: ModelConfig, sampler: Mapping[str,
         tokens += rows * width
         states += slots  # most prefixes are of responses that were in a slot
     logprobs = 4 if learning.keeps_router_logprobs(config, model) else 0
-    record = math.prod(model.route_shape) * (model.expert_dtype.itemsize + logprobs) + 12
+    record = math.prod(model.route_shape) * (model.expert_dtype.itemsize + logprobs) + 12 + 8 * config.sampling.keep_top
     kept = _RECORDS * responses * config.sampling.max_response_length * record
     return tokens * token_bytes(config, model, sampler) + states * state_bytes(config, model, sampler) + kept
 

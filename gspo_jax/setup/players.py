@@ -23,9 +23,25 @@ def make_sampling(config: ConfigDict) -> SamplingParams:
     """Return the sampling distribution of training rollouts."""
     s = config.sampling
     try:
-        return SamplingParams(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
+        return SamplingParams(
+            temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, keep_top=s.keep_top
+        )
     except UserError as error:
         raise UserError(f"sampling.{error}") from None
+
+
+def truncation_warning(config: ConfigDict) -> str | None:
+    """Return a one-sentence warning if responses are sampled from another distribution than the trainer scores."""
+    sampling, whole = make_sampling(config), SamplingParams()
+    if sampling.keep_top or not sampling.truncates:
+        return None
+    names = [name for name in ("top_k", "top_p", "min_p") if getattr(sampling, name) != getattr(whole, name)]
+    given = " and ".join(f"sampling.{name} {getattr(sampling, name)}" for name in names)
+    return (
+        f"{given} samples from another distribution than the full softmax that the trainer scores, so that ratios and "
+        f"KL are biased; set --config.sampling.keep_top={sampling.top_k or 64} to compare both over the tokens that "
+        "were left (docs/decoding.md#kept-sets)"
+    )
 
 
 def make_drafting(config: ConfigDict) -> Drafting:

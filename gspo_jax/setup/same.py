@@ -92,6 +92,7 @@ def check_same_run(
                 f"partial rollouts with the router log-probs of that; set it to {there!r}, or start another run with "
                 f"another {flag}"
             )
+        fixed.add("sampling.keep_top")  # they have so many ids per token
     for name, (there, here) in changed.items():
         if name in fixed or not (may_change(name) if adjusts else name.startswith(MAY_CHANGE)):
             raise UserError(

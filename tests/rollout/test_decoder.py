@@ -31,7 +31,7 @@ from tests.tiny import CONFIG, EIGHT, generate, load_model, mesh_id, mostly_slow
 GRAPH, _SHAPES = transformer.abstract(CONFIG)
 SHAPES = Weights.full(_SHAPES)
 SETTINGS = {
-    "sampling": SamplingParams(),
+    "sampling": SamplingParams(keep_top=3),
     "stop": StopRule(max_length=70, eos_ids=(3,)),  # two pages a response
     "router_logprobs": True,
 }
@@ -115,8 +115,10 @@ def same(found, expected):
         (found.logprobs, expected.logprobs),
         (found.behaviour_logprobs, expected.behaviour_logprobs),
         (found.routes.logprobs, expected.routes.logprobs),
+        (found.kept.logprobs, expected.kept.logprobs),
     ):
         np.testing.assert_allclose(a, b, atol=1e-5)
+    np.testing.assert_array_equal(found.kept.ids, expected.kept.ids)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ SHAPES = Weights.full(_SHAPES)
 ALWAYS = 10**9
 """Fixed rows of a machine on which the widest step costs as much as any."""
 SETTINGS = {
-    "sampling": SamplingParams(),
+    "sampling": SamplingParams(top_p=0.9, keep_top=24),
     "stop": StopRule(max_length=40, eos_ids=(3,)),
     "router_logprobs": True,
 }
@@ -62,8 +62,12 @@ def same(found, expected):
         (found.logprobs, expected.logprobs),
         (found.behaviour_logprobs, expected.behaviour_logprobs),
         (found.routes.logprobs, expected.routes.logprobs),
+        *(() if found.kept is None else ((found.kept.logprobs, expected.kept.logprobs),)),
     ):
         np.testing.assert_allclose(a, b, atol=1e-6, rtol=2.5e-7)
+    if found.kept is not None:
+        np.testing.assert_array_equal(found.kept.ids, expected.kept.ids)
+        np.testing.assert_array_equal(found.kept.whole, expected.kept.whole)
 
 
 CASES = [(8, 3), (None, 2), (5, 8)]

@@ -10,7 +10,7 @@ import pytest
 
 from gspo_jax.planning.topology import topology_mesh
 from gspo_jax.rollout import draws
-from gspo_jax.rollout.sampling import SamplingParams, draw
+from gspo_jax.rollout.sampling import SampledTokens, SamplingParams, draw
 from tests import ahead
 
 
@@ -27,7 +27,9 @@ def rounding(keys, logits, sampling):
     To need few draws, with three bits fewer than bfloat16.
     """
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
-    return jax.lax.reduce_precision(logits + noise, exponent_bits=8, mantissa_bits=4).argmax(axis=1), None, None
+    tokens = jax.lax.reduce_precision(logits + noise, exponent_bits=8, mantissa_bits=4).argmax(axis=1)
+    nothing = jnp.zeros(len(tokens))
+    return SampledTokens(tokens, nothing, nothing)
 
 
 @pytest.mark.usefixtures("_small")
@@ -72,7 +74,7 @@ def test_rows_with_nan_draw_a_token_of_the_vocabulary():
 
 def test_equal_logits_draw_the_least_id():
     logits = jnp.array([[1.0, 3.0, 3.0], [2.0, 1.0, 2.0], [-math.inf, -math.inf, -math.inf]])
-    assert draw(jax.random.split(jax.random.key(0), 3), logits, SamplingParams(temperature=0.0))[0].tolist() == [
+    assert draw(jax.random.split(jax.random.key(0), 3), logits, SamplingParams(temperature=0.0)).tokens.tolist() == [
         1,
         0,
         0,
@@ -85,7 +87,7 @@ def compiled() -> dict[str, bool]:
     with jax.set_mesh(topology_mesh("v5p:2x2x1", {"data": -1})):
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), draws.ROWS))
         logits = jax.ShapeDtypeStruct((draws.ROWS, draws.VOCABULARY), jnp.float32)
-        for sampling in (SamplingParams(), SamplingParams(temperature=0.0)):
+        for sampling in (SamplingParams(), SamplingParams(temperature=0.0), SamplingParams(keep_top=20)):
             traced = jax.jit(draw, static_argnums=2).trace(keys, logits, sampling)
             text = traced.lower(lowering_platforms=("tpu",)).compile().as_text()
             found[str(sampling)] = "bf16[" in (text or "bf16[")
