@@ -140,11 +140,11 @@ def make_old_policy(
         if replay == "r3":
             sampled = layout.rows([rollout.routes for rollout in rollouts])
             asked = Routing(experts_to_replay(replay, layers_first(sampled), None))
-        kept = layout.rows_of_tokens([kept_ids(rollout) for rollout in rollouts])
-        scores, found = score(graph, weights, layout, scoring, routing=asked, kept=kept), Fields()
+        ids = layout.rows_of_tokens([kept_ids(rollout) for rollout in rollouts])
+        scores, found = score(graph, weights, layout, scoring, routing=asked, kept=ids), Fields()
         if reference is not None:
             initial = Weights(reference, weights.frozen)
-            found["reference_logprobs"] = score(reference_graph or graph, initial, layout, scoring, kept=kept).logprobs
+            found["reference_logprobs"] = score(reference_graph or graph, initial, layout, scoring, kept=ids).logprobs
         if teacher is not None:
             assert teacher_graph is not None
             taught = score(teacher_graph, Weights.full(teacher), layout, scoring)
