@@ -18,7 +18,7 @@ class KeptIds(NamedTuple):
     """Ids whose log-probs are wanted beside each target's, from a `types.KeptRecord`."""
 
     ids: Int[Array, "B T K"]
-    """-1 in unused entries."""
+    """Distinct; -1 in unused entries."""
     whole: Bool[Array, "B T"]
     """True where log-probs are renormalised over these ids."""
 
@@ -233,8 +233,10 @@ def _backward(
         if of_entropy is not None:
             d -= p * (log_p + entropy[..., None]) * of_entropy[..., None]
         if of_kept is not None:
-            there = _is_target(logits[..., None, :], v)
-            d += jnp.where(there, of_kept[..., None], 0).sum(axis=-2) - p * of_kept.sum(axis=-1, keepdims=True)
+            own = jnp.zeros_like(logits)
+            for k in range(v.shape[-1]):  # on TPU part of the product; a sum over [n, K, V] would be written
+                own = jnp.where(_is_target(logits, v[..., k]), of_kept[..., k, None], own)
+            d += own - p * of_kept.sum(axis=-1, keepdims=True)
         d_h, *d_head = pull(jnp.broadcast_to(d, logits.shape))
         return (None if total is None else total + d_head[0]), d_h
 
