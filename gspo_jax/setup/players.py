@@ -38,9 +38,9 @@ def truncation_warning(config: ConfigDict) -> str | None:
     names = [name for name in ("top_k", "top_p", "min_p") if getattr(sampling, name) != getattr(whole, name)]
     given = " and ".join(f"sampling.{name} {getattr(sampling, name)}" for name in names)
     return (
-        f"{given} samples from another distribution than the full softmax that the trainer scores, so that ratios and "
-        f"KL are biased; set --config.sampling.keep_top={sampling.top_k or 64} to compare both over the tokens that "
-        "were left (docs/decoding.md#kept-sets)"
+        f"{given}: responses are sampled from another distribution than the full softmax that the trainer scores, and "
+        f"ratios and KL are biased; set --config.sampling.keep_top={sampling.top_k or 64} to compare both over the "
+        "tokens that were left (docs/decoding.md#kept-sets)"
     )
 
 

@@ -69,6 +69,9 @@ def test_log_probs_equal_the_trainers(rollout):
     np.testing.assert_allclose(rollout.logprobs[mask], np.asarray(scores.logprobs)[mask], atol=1e-4)
     np.testing.assert_array_equal(rollout.logprobs[mask], rollout.behaviour_logprobs[mask])
     assert not rollout.logprobs[~mask].any()
+    own = rollout.kept.ids == rollout.tokens[..., None]
+    np.testing.assert_array_equal(own.sum(axis=2), mask)
+    np.testing.assert_array_equal(np.where(own, rollout.kept.logprobs, 0).sum(axis=2), rollout.logprobs)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ SHAPES = Weights.full(_SHAPES)
 ALWAYS = 10**9
 """Fixed rows of a machine on which the widest step costs as much as any."""
 SETTINGS = {
-    "sampling": SamplingParams(top_p=0.9, keep_top=24),
+    "sampling": SamplingParams(min_p=0.7, keep_top=44),
     "stop": StopRule(max_length=40, eos_ids=(3,)),
     "router_logprobs": True,
 }
@@ -83,6 +83,9 @@ def test_drafts_change_no_response(slots, drafts):
     stats, before = found.stats, expected.stats
     assert stats.decode_tokens == before.decode_tokens == stats.busy_steps + stats.accepted
     assert 0 < stats.accepted < stats.drafted and stats.steps <= before.steps
+    kept = found.rollout.kept
+    assert stats.kept == kept.whole.sum() and 0 < stats.kept < stats.sampled_tokens, "some sets have more than 44 ids"
+    np.testing.assert_array_equal(found.rollout.logprobs[kept.whole], found.rollout.behaviour_logprobs[kept.whole])
 
 
 SAMPLINGS = {

@@ -83,7 +83,7 @@ def make_sampler(*, poll_steps: int | None = None, drafting: Drafting = NO_DRAFT
         MESH,
         dtype=jnp.float32,
         group_size=G,
-        sampling=SamplingParams(),
+        sampling=SamplingParams(keep_top=4),
         stop=StopRule(max_length=T, eos_ids=(5, *GOES_ON)),
         slots=4,  # fewer than responses, so that resumed ones are refilled too
         poll_steps=poll_steps,
@@ -139,6 +139,16 @@ def trainers(weights, rollout):
     return score(GRAPH, weights, Alone(rollout), Scoring(logprob_chunk=64))
 
 
+def check_kept(rollout):
+    """Assert that every drawn token, and no other, has a record with its own log-prob, bit by bit."""
+    kept, drawn = rollout.kept, rollout.action_mask
+    own = kept.ids == rollout.tokens[..., None]
+    np.testing.assert_array_equal(own.sum(axis=2), drawn)
+    np.testing.assert_array_equal(np.where(own, kept.logprobs, 0).sum(axis=2), rollout.logprobs)
+    assert (kept.ids[drawn] >= 0).all() and (kept.ids[~drawn] == -1).all()
+    assert (kept.logprobs[drawn] < 0).all() and not kept.logprobs[~drawn].any() and not kept.whole.any()
+
+
 def test_a_later_round_goes_on_with_the_numbers_of_responses(sampler):
     """Sampling prompts again in one iteration continues the response numbering, so the keys are new."""
     batch = some(0, 4)
@@ -178,6 +188,7 @@ def test_a_policy_that_does_not_change_samples_the_same_in_parts(sampler, unbrok
         np.testing.assert_allclose(found.logprobs, unbroken.logprobs[rows], atol=1e-5)
         np.testing.assert_allclose(found.behaviour_logprobs, found.logprobs)
         np.testing.assert_allclose(found.routes.logprobs, unbroken.routes.logprobs[rows], atol=1e-5)
+        np.testing.assert_array_equal(found.kept.ids, unbroken.kept.ids[rows])
         assert played.rollout.tokens.sharding == mesh_lib.rows_sharding(MESH)
     assert len(set(seen)) == len(seen) == 8
 
@@ -208,6 +219,7 @@ def test_each_token_keeps_the_log_prob_of_the_policy_that_drew_it(sampler):
             here = own & rollout.mask
             scores = np.asarray(trainers(policy, played.rollout).logprobs)
             np.testing.assert_allclose(rollout.logprobs[here], scores[here], atol=1e-4)
+        check_kept(rollout)
         known = (rollout.routes.experts >= 0).all(axis=(2, 3))
         np.testing.assert_array_equal(known.sum(axis=1), rollout.prompt_lengths + ended - 1, "the routes are whole")
     assert both, "some responses are begun by one policy and ended by the other"
@@ -291,6 +303,8 @@ def test_turns(sampler):
     scores = np.asarray(trainers(weights(), played.rollout).logprobs)
     np.testing.assert_allclose(rollout.logprobs[drawn], scores[drawn], atol=1e-4)
     assert not rollout.logprobs[~drawn].any() and not rollout.behaviour_logprobs[~drawn].any()
+    check_kept(rollout)
+    np.testing.assert_allclose(sampler.stats.kept_share, np.exp(rollout.kept.logprobs)[drawn].sum() / drawn.sum())
     known = (rollout.routes.experts >= 0).all(axis=(2, 3)).sum(axis=1)
     np.testing.assert_array_equal(known, rollout.prompt_lengths + rollout.mask.sum(axis=1) - 1)
 

@@ -136,11 +136,13 @@ def test_a_sigmoid_router_beside_latent_attention_trains_with_r3_and_goes_on_fro
     own = {"family": "deepseek_v3", "dense_layers": 1, "expert_groups": 4, "groups_per_token": 2, "num_kv_heads": 4}
     own["latent"] = {"rank": 16, "query_rank": None, "plain_dim": 8, "value_dim": 12, "interleaved": True}
     config.model.architecture.update({"num_layers": 3, "shared_intermediate_size": 32, **own})
+    config.sampling.top_p, config.sampling.keep_top = 0.5, 200
     config.routing.balance_weight = 0.1  # a policy that is never right has no other gradient
     config.optimizer.learning_rate = 3e-3
     rows = run(config, tmp_path / "run", written)
     assert all(0.8 < row["routing/replayed"] < 1 for row in rows)
     assert [row["routing/flip_rate"] > 0.01 for row in rows] == [False, True, False, True], "by the moved biases"
+    assert all(0.5 < row["sampling/kept_whole"] <= 1 for row in rows if "sampling/kept_whole" in row)
     for config.iterations in (1, 2):
         train(config, tmp_path / "resumed")
     again = [row for row in read_metrics(tmp_path / "resumed") if "minibatch" in row]
@@ -157,7 +159,7 @@ def test_the_whole_loop_of_dapo(data, tmp_path, written):
     )
     config.sampling.slots, config.overlong.cache = 64, 6
     config.sampling.filter = "exact_answer"  # the penalty alone would keep groups of wrong answers
-    config.reference.kl_weight = 0.01
+    config.reference.kl_weight, config.sampling.keep_top = 0.01, 4
     config.training.old_logprobs = "recompute"
     config.mismatch.correction = "tis"
     config.routing.update({"replay": "r2", "balance_weight": 0.01, "z_weight": 0.001})
@@ -169,6 +171,7 @@ def test_the_whole_loop_of_dapo(data, tmp_path, written):
     full = [row["iteration"] for row in last if row["dynamic/filled"] == 0]
     assert full, "some batch was filled with groups whose rewards differ"
     assert all(row["reward/zero_std"] == 0 for row in rows if row["iteration"] in full)
+    assert all(0.5 < row["sampling/kept_mass"] < 1 for row in last)
     assert all(-1 <= row["reward/overlong"] <= 0 for row in rows)
     assert min(row["reward/overlong"] for row in rows) < 0
     assert all(row["response/learned"] <= 1 - row["response/truncated"] + 1e-6 for row in rows)
@@ -242,14 +245,15 @@ def warnings(said: str) -> list[str]:
 def test_settings_and_batches_that_teach_nothing_are_warned_of_once(data, tmp_path, capsys):
     config = settings(data, model__folder=str(ADDER), sampling__group_size=1, objective__gspo__low=0.2)
     config.data.prompts_per_batch = config.sampling.slots = 16
-    config.environment.name = "calculator"
+    config.environment.name, config.sampling.top_p = "calculator", 0.9
     train(config, tmp_path / "run")
     said = warnings(capsys.readouterr().out)
-    assert len(said) == 4
+    assert len(said) == 5
     assert "gspo bounds the ratio of a whole response by low=0.2: " in said[0]
     assert "sampling.group_size is 1: " in said[1]
-    assert "calculator replied to no response of a whole batch; make turns end where it listens" in said[2]
-    assert "all advantages of a batch are 0" in said[3]
+    assert "sampling.top_p 0.9: responses are sampled from another distribution than the full" in said[2]
+    assert "calculator replied to no response of a whole batch; make turns end where it listens" in said[3]
+    assert "all advantages of a batch are 0" in said[4]
 
 
 @pytest.mark.slow
@@ -281,6 +285,7 @@ def test_every_metric_is_in_the_glossary_and_nothing_else(written):
         ),
         ({"mismatch.correction": "tiss"}, "did you mean 'tis'"),
         ({"sampling.rounds": 0}, "sampling.rounds is 0; use 1 to "),
+        ({"sampling.keep_top": 321}, "sampling.keep_top is 321, and the model's vocabulary has 320 tokens; use fewer"),
         ({"objective.name": "ppo", "objective.ppo.lam": 2.0}, "lam=2.0 lies outside"),
         ({"objective.name": "cispo", "objective.cispo.mask": "pppo"}, "did you mean 'ppo'"),
     ],

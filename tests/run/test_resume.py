@@ -71,6 +71,7 @@ def get_config():
         "form": source("DATA/form.jsonl", rewards=("answer_format",), correct="answer_format"),
     }
     config.rewards.answer_format = 0.5
+    config.sampling.keep_top = 4
     return config
 """
 
@@ -102,6 +103,7 @@ def test_adapters_on_a_mixture_resume_with_unfinished_episodes_to_the_same_bits(
     assert max(row.get("reference/kl", 0) for row in found) > 1e-6, "adapters move the policy away from its base"
     older = [row["response/older"] for row in found if row.get("iteration", 0) > 2]
     assert max(older) > 0, "some responses resume from the checkpoint's buffer"
+    assert all(0 < row["sampling/kept_mass"] < 1 for row in found if "sampling/kept_mass" in row)
     assert found[-1]["partial/left"] > 0 and max(row.get("partial/calls", 0) for row in found) > 0
     params = {name for name in state_of(tmp_path / "whole" / "checkpoints", ITERATIONS) if ".params." in name}
     assert params and all(name.endswith(("_adapter.a.value", "_adapter.b.value")) for name in params)
@@ -346,6 +348,9 @@ def test_what_may_not_change_on_resuming_may_in_a_run_from_its_weights():
     config.training.old_logprobs = "recompute"
     with pytest.raises(UserError, match=r"^training.old_logprobs amounts to 'recompute' here and to 'sampler' in"):
         check_same_run(config, saved, "runs/a")  # what it keeps of unfinished rollouts
+    config.training.old_logprobs, config.sampling.keep_top = "sampler", 20
+    with pytest.raises(UserError, match=r"^sampling.keep_top is 20 here and 0 in the run in runs/a; set it back"):
+        check_same_run(config, saved, "runs/a")
 
 
 @pytest.mark.parametrize(

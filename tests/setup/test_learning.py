@@ -1,4 +1,4 @@
-"""Whose log-probs the old policy's are: `training.old_logprobs`."""
+"""Whose log-probs the old policy's are: `training.old_logprobs`; and over which tokens they are renormalised."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 
 from gspo_jax.config import base
 from gspo_jax.errors import UserError
-from gspo_jax.setup import learning
+from gspo_jax.setup import learning, players
 from gspo_jax.setup.same import check_same_run
 
 GSPO, GRPO = {"objective.name": "gspo"}, {"objective.name": "grpo"}
@@ -65,3 +65,18 @@ def test_with_partial_rollouts_what_it_amounts_to_stays():
         check_same_run(narrowed, saved, "runs/a")
     narrowed.training.old_logprobs = "sampler"
     check_same_run(narrowed, saved, "runs/a")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "says"),
+    [
+        ({}, None),
+        ({"keep_top": 20}, None),
+        ({"top_p": 0.9, "keep_top": 20}, None),
+        ({"top_p": 0.9}, r"sampling\.top_p 0\.9: responses are .*keep_top=64 "),
+        ({"top_k": 50, "min_p": 0.1}, r"sampling\.top_k 50 and sampling\.min_p 0\.1: responses are .*keep_top=50 "),
+    ],
+)
+def test_truncated_sampling_without_kept_sets_is_warned_of(sampling, says):
+    found = players.truncation_warning(config({f"sampling.{name}": value for name, value in sampling.items()}))
+    assert found is None if says is None else re.match(says, found)
