@@ -127,7 +127,6 @@ def from_sums(sums: Metrics, maxima: Metrics) -> Metrics:
         found["mismatch/dropped"] = sums["dropped"] / tokens
     if "center" in sums:
         found["mismatch/center"] = sums["center"] / tokens
-        found["mismatch/kept_mass"] = sums["kept_mass"] / tokens
     if "reference_kl" in sums:
         found["reference/kl"] = sums["reference_kl"] / tokens
     if "teacher_kl" in sums:

@@ -270,8 +270,7 @@ def _centering(
     present = (kept.ids >= 0) & batch.mask[..., None]
     given = now, kept.logprobs, present, kept.whole
     size = jnp.abs(centering_coefficients(*given, weight=weight)).sum()
-    mass = jnp.where(present, jnp.exp(kept.logprobs), 0).sum()
-    return (weights * score_centering(*given, weight=weight)).sum(), {"center": size, "kept_mass": mass}
+    return (weights * score_centering(*given, weight=weight)).sum(), {"center": size}
 
 
 def _router_shift(scores: ModelScores, layout: Layout, old: RouterRecord) -> Float[Array, "B T"]:

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gspo_jax.kernels import grouped_matmul as gm
 from gspo_jax.kernels.attention import SlotRows, causal_attention, decode_attention
 from gspo_jax.kernels.logprobs import KeptIds, log_softmax_at, token_logprobs
 from gspo_jax.models.cache import stored
+from gspo_jax.parallel import mesh as mesh_lib
 from tests.tiny import mostly_slow
 
 GROUPS = {
@@ -235,10 +237,13 @@ def test_chunked_logprobs_equal_whole_ones(chunk):
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4), found_gradients, gradients)
 
 
-@pytest.mark.parametrize("chunk", [6, 1000])
-def test_log_probs_at_kept_ids_are_their_definition(chunk):
-    """In value and gradient, with unused entries, whole and other sets, and targets beyond a set that is not whole."""
-    rng, V, K = np.random.default_rng(5), 33, 9
+@pytest.mark.parametrize(("chunk", "shards"), [(6, 1), (1000, 2)])
+def test_log_probs_at_kept_ids_are_their_definition(chunk, shards):
+    """In value and gradient, on one device and with a vocabulary on two.
+
+    Some entries are unused, sets whole or not, and targets beyond those that are not.
+    """
+    rng, V, K = np.random.default_rng(5), 34, 9
     ids = np.stack([rng.permutation(V)[:K] for _ in range(14)]).reshape(2, 7, K)
     used = np.arange(K) < rng.integers(1, K + 1, (2, 7, 1))
     used[1, 5:] = False  # of padding
@@ -269,7 +274,10 @@ def test_log_probs_at_kept_ids_are_their_definition(chunk):
 
     with jax.enable_x64(True):
         expected_gradients, expected = jax.device_get(with_gradients(definition, jnp.float64))
-    gradients, found = jax.device_get(with_gradients(ours, jnp.float32))
+    mesh = mesh_lib.make_mesh({"fsdp": 1, "tensor": shards}, devices=jax.devices()[:shards])
+    with jax.set_mesh(mesh):
+        head = jax.device_put(head, NamedSharding(mesh, PartitionSpec(None, "tensor")))
+        gradients, found = jax.device_get(with_gradients(ours, jnp.float32))
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
     for a, b in zip(gradients, expected_gradients, strict=True):

@@ -42,7 +42,7 @@ from gspo_jax.training.state import CriticRule, TrainState, make_optimizer, new_
 from gspo_jax.training.update import Centering, Penalties, make_blame, make_gradient, make_update
 from gspo_jax.types import Batch, KeptRecord, OldPolicy, Packing, Rewards, Rollout, RouterRecord, Weights
 from tests.alone import Alone
-from tests.tiny import CONFIG, EIGHT, dealt, leaf_errors, mostly_slow, packed, params, responses, weights
+from tests.tiny import CONFIG, EIGHT, dealt, leaf_errors, mostly_slow, packed, params, responses, some_kept, weights
 
 GRAPH, SHAPES = transformer.abstract(CONFIG)
 NONE = nnx.State({})
@@ -110,19 +110,6 @@ def whole(experience) -> Batch:
     return jax.device_get(
         dataclasses.replace(experience, rollout=rollout, old=old, returns=returns, correction=correction)
     )
-
-
-def some_kept(rollout: Rollout, K: int = 5) -> KeptRecord:
-    """Return kept ids with each token among them, of which half are whole, with a sampler's probabilities."""
-    rng, V, shape = np.random.default_rng(4), CONFIG.vocab_size, rollout.mask.shape
-    ids = (rollout.tokens[..., None] + np.cumsum(rng.integers(1, V // K, (*shape, K)), axis=2)) % V
-    ids[..., 1] = rollout.tokens
-    used, whole = np.arange(K) < rng.integers(2, K + 1, (*shape, 1)), rng.random(shape) < 0.5
-    used &= rollout.mask[..., None]
-    left = np.where(used, rng.random((*shape, K)), 0)
-    left /= np.maximum(left.sum(axis=2, keepdims=True), 1e-9) * np.where(whole, 1, 1.2)[..., None]
-    logprobs = np.where(used, np.log(np.where(used, left, 1)), 0)
-    return KeptRecord(np.where(used, ids, -1).astype(np.int32), logprobs.astype(np.float32), whole & rollout.mask)
 
 
 def others(experts, by: int) -> np.ndarray:
@@ -298,9 +285,7 @@ def by_the_definition(batch: Batch, name: str, replay: str):
         total += (weights * info.advantages * (c * at_kept).sum(axis=2)).sum()
         apart = jnp.where(mask, old.reference_logprobs - logprobs, 0)
         divergence = jnp.exp(apart) - 1 - apart
-        there = (r.kept.ids >= 0) & mask[..., None]
         sums = {"reference_kl": divergence.sum(), "center": jnp.abs(c).sum()}
-        sums["kept_mass"] = jnp.where(there, jnp.exp(r.kept.logprobs), 0).sum()
         total += (0.1 * divergence - 0.01 * jnp.where(mask, entropy, 0)).sum() / mask.sum()
         if objective.critic:
             losses, clipped = value_loss(value, old.values, batch.returns, mask, clip=objective.critic.value_clip)
