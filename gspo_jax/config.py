@@ -243,6 +243,9 @@ def base() -> ConfigDict:
     # Off-policy sequence mask: a response with a negative advantage has no gain if its mean log μ − log π_θ per token
     # exceeds this many nats (μ: sampler's policy, π_θ: the update's). None: off.
     config.mismatch.negative_mask = placeholder(float)
+    # Score centring over the sampler's kept ids, which needs sampling.keep_top: takes out what the mean score of tokens
+    # drawn by another policy adds to the gradient.
+    config.mismatch.center = False
     config.mismatch.update(_sections(mismatch))
 
     config.training = ConfigDict()
@@ -253,8 +256,8 @@ def base() -> ConfigDict:
     config.training.row_tokens = placeholder(int)
     config.training.max_skipped = 10  # consecutive updates with non-finite gradients that end the run
     # Log-probs of the old policy. "sampler": the sampler's. "recompute": score with the trainer before a batch's first
-    # update. "auto": recompute where the sampler's rounding could pass the objective's bounds, or where replay "r2" or
-    # mismatch.correction needs it.
+    # update. "auto": recompute where the sampler's rounding could pass the objective's bounds, or where replay "r2",
+    # mismatch.correction or mismatch.center needs it.
     config.training.old_logprobs = "auto"
     config.training.entropy_weight = 0.0  # weight of an entropy bonus in the loss, 0: off
     config.training.logprob_chunk = 4096  # tokens, over all devices, with logits in memory at once

@@ -264,6 +264,7 @@ def _programs(
     with jax.set_mesh(meshes.trainer):  # the compiler's options and the scoring depend on the platform
         scoring = learning.make_scoring(config)
         others = {"critic": critic, "teacher_graph": None if teacher is None else teacher.graph}
+        others["centering"] = learning.make_centering(config)
         rate = config.routing.bias_rate
         biases = make_biases(made.config, rate=rate) if rate else None
         gradient = make_gradient(made.graph, scoring, penalties=penalties, replay=replay, **others)

@@ -232,7 +232,9 @@ def gmpo(*, log_clip: float = 0.4) -> Objective:
         d = log_ratio(b.logprobs, b.old_logprobs, b.mask)
         return geometric(b, clip_log_ratio(d, b.advantages, log_clip=log_clip))
 
-    return Objective(name="gmpo", surrogate=surrogate, weights=sequence_mean, bounds={"log_clip": log_clip})
+    return Objective(
+        name="gmpo", surrogate=surrogate, weights=sequence_mean, one_gain=True, bounds={"log_clip": log_clip}
+    )
 
 
 def rspo(*, log_clip: float = 0.4, gamma_min: float = 0.8, apply: Literal["after", "before"] = "after") -> Objective:
@@ -260,7 +262,12 @@ def rspo(*, log_clip: float = 0.4, gamma_min: float = 0.8, apply: Literal["after
         return geometric(b, bounded._replace(log_ratios=bounded.log_ratios + damping))
 
     return Objective(
-        name="rspo", surrogate=surrogate, weights=sequence_mean, bounds={"log_clip": log_clip}, router_shift=True
+        name="rspo",
+        surrogate=surrogate,
+        weights=sequence_mean,
+        one_gain=True,
+        bounds={"log_clip": log_clip},
+        router_shift=True,
     )
 
 
@@ -403,7 +410,8 @@ def _clipped(
             d = jnp.broadcast_to(row_mean(d, b.mask)[:, None], d.shape)
         return clipped(d, b.advantages, low=low, high=high, dual_clip=dual_clip)
 
-    return Objective(name=name, surrogate=surrogate, level=level, bounds={"low": low, "high": high}, **others)
+    bounds, one_gain = {"low": low, "high": high}, level == "sequence"
+    return Objective(name=name, surrogate=surrogate, level=level, one_gain=one_gain, bounds=bounds, **others)
 
 
 def _gated(

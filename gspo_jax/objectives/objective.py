@@ -44,6 +44,8 @@ class Objective:
     """γ per turn of `advantages.group_turns`; None: one advantage per episode, beside those of step rewards."""
     level: Literal["token", "sequence"] = "token"
     """Level of the bounded importance ratio."""
+    one_gain: bool = False
+    """True if a response has one gain, so that the weight of each token falls on the log-probs of all of them alike."""
     bounds: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)  # a dict has no hash
     """Bounds of that ratio, keyed by hyper-parameter name."""
     critic: CriticSettings | None = None

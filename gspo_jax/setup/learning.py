@@ -27,6 +27,7 @@ from gspo_jax.training.scoring import Scoring
 from gspo_jax.training.shaping import OVERLONG, Shaping
 from gspo_jax.training.state import CriticRule, make_optimizer
 from gspo_jax.training.terms import Penalties
+from gspo_jax.training.update import Centering
 
 
 def make_objective(config: ConfigDict) -> Objective:
@@ -97,6 +98,11 @@ def make_mismatch_correction(config: ConfigDict) -> Correction | None:
     return _made(config, "mismatch", name, mismatch.__all__, make_correction) if name else None
 
 
+def make_centering(config: ConfigDict) -> Centering | None:
+    """Return the score centring of `mismatch.center`, if it is on."""
+    return Centering(make_mismatch_correction(config)) if config.mismatch.center else None
+
+
 def _made(config: ConfigDict, title: str, name: str, known: Sequence[str], make: Callable[..., Any]) -> Any:
     """Make `name` with the hyper-parameters of its section, which only a user function may lack."""
     section: Any = config[title].get(name)
@@ -127,17 +133,21 @@ def recomputes(config: ConfigDict) -> bool:
 def why_recomputed(config: ConfigDict) -> str:
     """Return a sentence on why `training.old_logprobs="auto"` has old log-probs recomputed, empty if it has not.
 
-    Replay "r2" and mismatch corrections need them. Else a bound of the objective has to be within `SIGMAS` · σ of a
-    ratio of 1: σ = `ROUNDING` for a token's ratio, and over √T for the mean over a response of T tokens, the limit.
+    Replay "r2", mismatch corrections and the centring of token-level objectives need them. Else a bound of the
+    objective has to be within `SIGMAS` · σ of a ratio of 1: σ = `ROUNDING` for a token's ratio, and over √T for the
+    mean over a response of T tokens, the limit.
     """
     says, sampling = "old log-probs are recomputed (training.old_logprobs='auto')", config.sampling
     if config.routing.replay == "r2":
         return f"{says}: routing.replay 'r2' replays their routes"
     if config.mismatch.correction:
         return f"{says}: mismatch.correction weighs them against the sampler's"
+    objective = make_objective(config)
+    if config.mismatch.center and objective.level == "token":
+        return f"{says}: mismatch.center centres what no ratio to the sampler weighs"
     dtypes = (sampling.weights_dtype or config.model.dtype, sampling.cache_dtype or config.model.dtype)
     dtype = max(dtypes, key=ROUNDING.__getitem__)
-    objective, sigma = make_objective(config), ROUNDING[dtype]
+    sigma = ROUNDING[dtype]
     if objective.level == "sequence":
         sigma /= math.sqrt(sampling.max_response_length)
     name = min(objective.bounds, key=objective.bounds.__getitem__, default="")

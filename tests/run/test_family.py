@@ -144,6 +144,7 @@ def test_a_sigmoid_router_beside_latent_attention_trains_with_r3w_and_resumes(da
     assert all(0.8 < row["routing/replayed"] < 1 for row in rows)
     assert [row["routing/flip_rate"] > 0.01 for row in rows] == [False, True, False, True], "by the moved biases"
     assert all(0.5 < row["sampling/kept_whole"] <= 1 for row in rows if "sampling/kept_whole" in row)
+    assert rows[0]["ratio/token_log_max"] < 3e-5, "of kept sets, to rounding"
     for config.iterations in (1, 2):
         train(config, tmp_path / "resumed")
     again = [row for row in read_metrics(tmp_path / "resumed") if "minibatch" in row]
@@ -162,9 +163,11 @@ def test_the_whole_loop_of_dapo(data, tmp_path, written):
     config.sampling.filter = "exact_answer"  # the penalty alone would keep groups of wrong answers
     config.reference.kl_weight, config.sampling.keep_top = 0.01, 4
     config.training.old_logprobs = "recompute"
-    config.mismatch.correction = "tis"
+    config.mismatch.update({"correction": "tis", "center": True})
+    config.sampling.weights_dtype = "int8"
     config.routing.update({"replay": "r2", "balance_weight": 0.01, "z_weight": 0.001})
     rows = run(config, tmp_path / "run", written)
+    assert all(0 < row["mismatch/center"] < 0.1 for row in rows if "mismatch/center" in row), "few weights are capped"
     last = [row for row in rows if "dynamic/rounds" in row]
     assert [row["minibatch"] for row in last] == [1] * config.iterations
     assert all(1 <= row["dynamic/rounds"] <= 4 and row["dynamic/filled"] < 1 for row in last)
@@ -230,6 +233,18 @@ def test_everything_at_once(data, tmp_path, written):
         assert row["benchmark/NAME"] <= row["benchmark/NAME_pass_at_k"]
 
 
+@pytest.mark.slow
+def test_truncated_sampling_in_turns_leaves_ratios_at_one(data, tmp_path, written):
+    """To rounding in the first mini-batch, by the sampler's log-probs and R3, of packed rows."""
+    config = settings(data, arg="steps,runlocal", model__folder=str(COUNTER), iterations=1)
+    config.environment.name, config.routing.replay = "countdown_feedback", "r3"
+    config.sampling.update({"max_response_length": 64, "top_p": 0.8, "keep_top": 32})
+    config.training.old_logprobs = "sampler"
+    rows = run(config, tmp_path / "run", written)
+    assert rows[0]["ratio/token_log_max"] < 3e-5 and rows[0]["response/turns"] > 1
+    assert rows[-1]["sampling/kept_whole"] > 0.9
+
+
 def test_a_critic_s_own_trunk_has_the_policy_s_dispatch(data):
     config = settings(data, model__folder=str(ADDER), objective__name="ppo", model__dispatch="ragged_all_to_all")
     policy = make_policy(config, read_folder(config, ADDER)[0])
@@ -285,6 +300,12 @@ def test_every_metric_is_in_the_glossary_and_nothing_else(written):
             "set training.old_logprobs to 'recompute'",
         ),
         ({"mismatch.correction": "tiss"}, "did you mean 'tis'"),
+        ({"mismatch.center": True}, "sampling.keep_top 0, so that the sampler records no ids to centre over; set it"),
+        (
+            {"objective.name": "grpo", "mismatch.center": True, "sampling.keep_top": 20}
+            | {"training.old_logprobs": "sampler"},
+            "grpo's ratio then weighs each token .* set training.old_logprobs to 'recompute'",
+        ),
         ({"sampling.rounds": 0}, "sampling.rounds is 0; use 1 to "),
         ({"sampling.keep_top": 321}, "sampling.keep_top is 321, and the model's vocabulary has 320 tokens; use fewer"),
         ({"objective.name": "ppo", "objective.ppo.lam": 2.0}, "lam=2.0 lies outside"),
