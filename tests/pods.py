@@ -20,8 +20,8 @@ from gspo_jax.folder.metrics import read_metrics
 from gspo_jax.training.checkpoint import describe, load_newest
 
 ROOT = Path(__file__).parent.parent
-ROUNDING_SENSITIVE = ("mismatch/", "ratio/", "actor/kl", "actor/loss", "routing/router_kl")
-"""Metrics of log-prob differences, which may consist of rounding errors alone."""
+ROUNDING_SENSITIVE = ("mismatch/", "ratio/", "actor/kl", "actor/loss", "routing/router_kl", "routing/margin")
+"""Metrics of differences of log-probs or probabilities, which may consist of rounding errors alone."""
 
 
 def free_port() -> int:

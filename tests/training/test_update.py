@@ -334,6 +334,7 @@ def metrics_by_hand(scores, batch: Batch) -> dict[str, float]:
         "ratio/token_log_std": d.std(),
         "mismatch/kl": (np.exp(x) - 1 - x).mean(),
         "mismatch/max": np.abs(x).max(),
+        "mismatch/beyond_2x": (np.abs(x) > np.log(2)).mean(),
         "mismatch/pearson": np.corrcoef(new, sampled)[0, 1],
         "update/tokens": mask.sum(),
     }
