@@ -88,8 +88,8 @@ class KeptRecord:
     ids: Int[Array, "*B T K"]
     """int32; -1 in unused entries."""
     logprobs: Float[Array, "*B T K"]
-    """At the sampling temperature, float32: under the full softmax, or where `whole` renormalised over these ids. 0 in
-    unused entries."""
+    """At the sampling temperature: under the full softmax, or where `whole` renormalised over these ids. 0 in unused
+    entries. float32, since bfloat16 rounds a probability of exp(-8) by up to 3%."""
     whole: Bool[Array, "*B T"]
     """True where the ids are all that truncation (top-k, top-p, min-p) left."""
 

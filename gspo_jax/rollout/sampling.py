@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +13,6 @@ from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.logprobs import log_softmax_at
 from gspo_jax.parallel.mesh import manual_axes, on_shards
 from gspo_jax.types import KeptRecord
-
-_RECALL = 0.99
-"""Share of the most probable ids that a TPU's approximate search finds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,9 +169,7 @@ def _largest(logits: Float[Array, "B V"], k: int, *, exact: bool) -> tuple[Float
 
     def run(logits: Array) -> Any:
         columns = logits.shape[1]
-        find: Any = jax.lax.top_k
-        if platform() == "tpu" and not exact:
-            find = partial(jax.lax.approx_max_k, recall_target=_RECALL)
+        find: Any = jax.lax.approx_max_k if platform() == "tpu" and not exact else jax.lax.top_k
         values, ids = find(logits, min(k, columns))
         if "tensor" not in manual_axes() or jax.lax.axis_size("tensor") == 1:
             return values, ids
