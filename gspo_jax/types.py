@@ -109,6 +109,8 @@ class OldPolicy:
     """The trainer's, following the sampler's under r3; None unless recomputed."""
     teacher_logprobs: Float[Array, "*B T"] | None = None
     """log π_T; None without a teacher, or if it is compared over the whole vocabulary."""
+    energy: Float[Array, "*B T"] | None = None
+    """`advantages.score_energy` of each token; None unless the advantages need it."""
 
 
 @struct.dataclass

@@ -15,6 +15,7 @@ from gspo_jax.kernels.logprobs import token_logprobs
 from gspo_jax.models.critic import Critic
 from gspo_jax.models.moe import Routes, Routing, layers_first, record
 from gspo_jax.models.transformer import Remat, Transformer
+from gspo_jax.objectives.advantages import score_energy
 from gspo_jax.routing.replay import Replay, experts_to_replay
 from gspo_jax.training.layout import Layout, SideBySide, fold_all_rows
 from gspo_jax.types import Batch, OldPolicy, Rollout, RouterRecord, Weights
@@ -108,12 +109,14 @@ def make_old_policy(
     reference_graph: nnx.GraphDef[Transformer] | None = None,
     teacher_graph: nnx.GraphDef[Transformer] | None = None,
     critic: nnx.GraphDef[Critic] | None = None,
+    energy: bool = False,
 ) -> OldPolicyFn:
     """Build a jitted `old_policy(weights, critic_params, reference, batch, teacher)`, called before the updates.
 
     log π_old is the sampler's or, with `recompute`, the trainer's, with routes recorded (the sampler's under `replay`
     "r3"). The reference may have another graph, without adapters; it and the teacher always use their own routes. A
     token beyond the teacher's vocabulary has log π_old as its log π_T, so that there is nothing to learn from it.
+    `energy` adds the trainer's, by one more product with the head.
     """
 
     def read(
@@ -141,6 +144,15 @@ def make_old_policy(
         if critic is not None:
             assert critic_params is not None
             found["values"] = values(critic, critic_params, layout, scoring, policy_hidden=scores.hidden)
+        if energy:
+            sharpened, _ = token_logprobs(
+                scores.hidden,
+                scores.head,
+                layout.targets,
+                temperature=scoring.temperature / 2,
+                chunk=scoring.logprob_chunk,
+            )
+            found["energy"] = score_energy(scores.logprobs, layout.scored(sharpened))
         if recompute:
             found["logprobs"] = scores.logprobs
             config = weights.model(graph).config
@@ -180,7 +192,7 @@ def make_old_policy(
         batch: Batch,
         teacher: nnx.State | None = None,
     ) -> OldPolicy:
-        if not recompute and reference is teacher is critic is None:
+        if not (recompute or energy) and reference is teacher is critic is None:
             return OldPolicy(batch.rollout.logprobs)
         with_models = partial(read, weights, critic_params, reference, teacher)
         fields: Fields = {"logprobs": batch.rollout.logprobs} | in_rows(with_models, batch)
