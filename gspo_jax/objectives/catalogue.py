@@ -4,6 +4,7 @@ To add one, write a function here and list its name in `__all__`. Â is per resp
 the docstring allows it. m is the mask.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -417,7 +418,8 @@ def tbpo(*, low: float = 3e-4, high: float = 4e-4, high_neg: float = 7e-4) -> Ob
     UserError for `low` outside [0, 1], `high` below 0, `high_neg` not above 0.
     """
     check_positive("it is an offset from 1, so high_neg=7e-4 clips at 1.0007 where Â < 0", high_neg=high_neg)
-    return _clipped("tbpo", low, high, 1 + high_neg, weights=sequence_mean, level="sequence")
+    made = _clipped("tbpo", low, high, 1 + high_neg, weights=sequence_mean, level="sequence")
+    return dataclasses.replace(made, bounds={**made.bounds, "high_neg": high_neg})
 
 
 def minpro(*, low: float = 1.0, high: float = 4.0) -> Objective:

@@ -160,7 +160,7 @@ def test_an_objective_says_what_it_is(name):
     row, objective = ROWS[name], objectives.make(name, **ROWS[name].wide)
     assert (objective.level, objective.token_advantages) == (row.level, row.token_advantages)
     assert objective.advantage is row.advantage and (objective.critic is None) == (row.advantage is not None)
-    bounds = {key: row.wide[key] for key in ("low", "high", "log_clip") if key in row.wide}
+    bounds = {key: row.wide[key] for key in ("low", "high", "high_neg", "log_clip") if key in row.wide}
     assert objective.bounds == ({} if name in OF_PROBABILITY else bounds)
     assert objective.router_shift == ("gamma_min" in row.defaults)
     assert hash(objective) is not None  # objectives may be static arguments
