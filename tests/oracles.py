@@ -533,9 +533,7 @@ def gdpo(rewards: dict[str, np.ndarray], weights: dict[str, float], group_size: 
     return out
 
 
-def optimal_token_baseline(
-    rewards: np.ndarray, energy: np.ndarray, mask: np.ndarray, group_size: int
-) -> np.ndarray:
+def optimal_token_baseline(rewards: np.ndarray, energy: np.ndarray, mask: np.ndarray, group_size: int) -> np.ndarray:
     """R − Σ W·R / Σ W over the group's scored responses with a token of the same number; 0 if there is one alone."""
     out = np.zeros(mask.shape)
     drawn = [[t for t in range(mask.shape[1]) if row[t]] for row in mask]

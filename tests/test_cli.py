@@ -190,7 +190,7 @@ def test_a_config_argument_that_does_not_exist(name):
             {"objective.advantage": "gdpo", "objective.name": "ppo"},
             "'gdpo', and ppo takes its advantages from a critic",
         ),
-        ({"objective.advantage": "optimal_token_baseline"}, "gives each token its advantage, and gspo has one per resp"),
+        ({"objective.advantage": "optimal_token_baseline"}, "each token its advantage, and gspo has one per resp"),
         (
             {
                 "objective.turn_discount": 0.9,

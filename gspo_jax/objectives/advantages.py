@@ -104,15 +104,15 @@ def optimal_token_baseline(
 ) -> Float[Array, "B T"]:
     """Return rewards minus a baseline per token, the group's mean reward weighted by the energy spent so far.
 
-    Â[i,k] = R_i − b[k], b[k] = Σ_i W[i,k]·R_i / Σ_i W[i,k], over the responses i of the group with a k-th sampled token,
-    W[i,k] = Σ_{j≤k} `energy`[i,j]. https://arxiv.org/abs/2602.07078
+    Â[i,k] = R_i − b[k], b[k] = Σ_i W[i,k]·R_i / Σ_i W[i,k], W[i,k] = Σ_{j≤k} `energy`[i,j], over the responses i of the
+    group that have a k-th sampled token. https://arxiv.org/abs/2602.07078
 
-    With W the squared norm of the response's score so far, this is the baseline of least variance; `score_energy` is
-    the paper's proxy of it. `mask` is True on sampled tokens; values outside have no effect, NaN included, and the
-    result is 0 there. Tokens are counted without the replies between turns, as in verl's variant for several turns. A
-    token past the end of all other responses of its group gets 0; there verl 0.9.1 sets the baseline to 0, so that Â is
-    R_i, unless `handle_zero_tail` is off. verl also multiplies each energy by the squared weight of its mismatch
-    correction. Not divided by the standard deviation. Raises ValueError for mismatched shapes.
+    With W the squared norm of the response's score so far, this is the baseline of least variance; `score_energy` sums
+    to the paper's proxy of it. Nothing is divided by the standard deviation. `mask` is True on sampled tokens; values
+    outside have no effect, NaN included, and the result is 0 there. Replies between turns are not counted, as in verl's
+    variant for several turns. A token past the end of all other responses of its group gets 0. There verl 0.9.1 sets
+    the baseline to 0, so that Â is R_i, unless `handle_zero_tail` is off, and it multiplies energies by the squared
+    weights of a mismatch correction. Raises ValueError for mismatched shapes.
     """
     check_tokens(energy=energy, mask=mask)
     x, scored = _centered(rewards, group_size)
@@ -123,7 +123,7 @@ def optimal_token_baseline(
 
     def by_place(each: Array) -> Array:
         """Return a token's value at its number in the response, [P, G, T]."""
-        return jnp.zeros((rows, T), each.dtype).at[row, place].add(each).reshape(-1, group_size, T)
+        return jax.lax.full((rows, T), 0, each.dtype).at[row, place].add(each).reshape(-1, group_size, T)
 
     weights = by_place(spent)
     total = jnp.sum(weights, axis=1)

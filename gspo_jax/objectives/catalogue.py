@@ -389,13 +389,13 @@ def vespo(*, k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0, la
 def dro(*, beta: float = 0.1) -> Objective:
     """Direct Reward Optimization: the policy gradient with a quadratic penalty on the log-ratio in place of a clip.
 
-    gain[i,t] = Â·log π_θ − (β/2)·(log π_θ − log π_old)², β = `beta`. Its gradient, (Â − β·d)·∇log π_θ, vanishes where the
-    log-ratio d is Â/β. https://arxiv.org/abs/2405.19107, by token as in verl and Tinker
+    gain[i,t] = Â·log π_θ − (β/2)·(log π_θ − log π_old)², β = `beta`. Its gradient, (Â − β·d)·∇log π_θ, vanishes where
+    the log-ratio d is Â/β. https://arxiv.org/abs/2405.19107, by token as in verl and Tinker
 
     Â [B] or [B, T] by `group_zscore`; the paper's is the reward less a learned soft value of the prompt. The penalty
     holds tokens with Â = 0 too, except in groups that dynamic sampling drops. Weights of a mismatch correction multiply
-    both terms. verl has no default for β; its documentation shows 0.05. Nothing is gated. Weights: token mean. Raises
-    UserError for `beta` not above 0.
+    both terms. verl has no default for β, and its documentation shows 0.05. Nothing is gated. Weights: token mean.
+    Raises UserError for `beta` not above 0.
     """
     check_positive("it is the weight of the penalty, usually 0.05 to 0.1", beta=beta)
 

@@ -69,9 +69,10 @@ def row_mean(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "
 
 def lowest_before(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """Return the smallest x of each row's earlier tokens in the mask, 0 where there is none and outside the mask."""
-    earlier = jax.lax.pad(jnp.where(mask, x, jnp.inf), jnp.asarray(jnp.inf, x.dtype), ((0, 0, 0), (1, -1, 0)))
+    nothing = jax.lax.full((), jnp.inf, x.dtype)
+    earlier = jax.lax.pad(jnp.where(mask, x, nothing), nothing, ((0, 0, 0), (1, -1, 0)))
     lowest = jax.lax.cummin(earlier, axis=1)
-    return jnp.where(mask & ~jnp.isposinf(lowest), lowest, 0.0)
+    return jnp.where(mask & (lowest < nothing), lowest, 0.0)
 
 
 def policy_gradient(b: TokenBatch) -> Surrogate:

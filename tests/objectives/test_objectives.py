@@ -217,7 +217,7 @@ NAN = float("nan")
         ("vespo", {"lambda_pos": -1.0}, "lambda_pos=-1.0 is not a positive number"),
         ("vespo", {"k_neg": NAN}, "k_neg=nan is not a positive number"),
         ("vespo", {"lambda_neg": 0.0}, "lambda_neg=0.0 is not a positive number"),
-        ("dro", {"beta": 0.0}, "beta=0.0 is not a positive number; it is the weight of the penalty, usually 0.05 to 0.1"),
+        ("dro", {"beta": 0.0}, "beta=0.0 is not a positive number; it is the weight of the penalty, usually 0.05"),
         ("tbpo", {"high_neg": 0.0}, "high_neg=0.0 is not a positive number; it is an offset from 1, so high_neg=7e-4"),
         ("tbpo", {"low": -0.1}, "low=-0.1 lies outside [0, 1]"),
         ("minpro", {"high": NAN}, "high=nan is below 0"),

@@ -108,7 +108,7 @@ def test_the_factor_is_at_least_float32(name):
 @pytest.mark.parametrize(
     ("name", "hyper", "says"),
     [
-        ("tsi", {}, "no mismatch correction 'tsi'; did you mean 'tis'. there are icepop, sequence_mask, sequence_tis, tis"),
+        ("tsi", {}, "no mismatch correction 'tsi'; did you mean 'tis'. there are icepop, sequence_mask, sequence_tis"),
         ("tis", {"low": 1.0}, "tis has no hyper-parameter 'low'; there are cap"),
         ("tis", {"cap": 0.0}, "cap=0.0 is not a positive number; it is the largest weight of a token, usually 2"),
         ("sequence_tis", {"cap": -1.0}, "cap=-1.0 is not a positive number; it is the largest weight of a response"),
