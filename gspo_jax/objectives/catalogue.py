@@ -414,8 +414,9 @@ def tbpo(*, low: float = 3e-4, high: float = 4e-4, high_neg: float = 7e-4) -> Ob
     it is a dual clip at 1 + `high_neg`. https://arxiv.org/abs/2604.07853
 
     The paper also multiplies by the response's geometric-mean ratio π_old/μ to the sampler's policy, capped at 2: that
-    is `mismatch.sequence_tis`. Â [B] by `group_zscore`. All bounds are offsets from 1. Weights: sequence mean. Raises
-    UserError for `low` outside [0, 1], `high` below 0, `high_neg` not above 0.
+    is `mismatch.sequence_tis`. A public implementation holds that ratio above 1/2 too, and has 1e-3 for all bounds. Â
+    [B] by `group_zscore`. The bounds are offsets from 1. Weights: sequence mean. Raises UserError for `low` outside [0,
+    1], `high` below 0, `high_neg` not above 0.
     """
     check_positive("it is an offset from 1, so high_neg=7e-4 clips at 1.0007 where Â < 0", high_neg=high_neg)
     made = _clipped("tbpo", low, high, 1 + high_neg, weights=sequence_mean, level="sequence")
@@ -426,8 +427,8 @@ def minpro(*, low: float = 1.0, high: float = 4.0) -> Objective:
     """Minimum Prefix Ratio: CISPO with each token's ratio multiplied by the smallest one before it in its response.
 
     gain[i,t] = sg[clip(ρ·r, 1 − low, 1 + high)]·Â·log π_θ, r = exp(log π_θ − log π_old), ρ[i,t] = min_{u<t} r[i,u] over
-    sampled tokens, 1 for the first. ρ·r stands in for the product of the prefix's ratios, which is the exact weight of
-    a token but has no bound. https://arxiv.org/abs/2601.22718
+    sampled tokens, 1 for the first. ρ·r stands in for the product of the prefix's ratios, a token's exact weight, whose
+    variance grows with its position. https://arxiv.org/abs/2601.22718
 
     Â [B] or [B, T] by `group_zscore`. `low` and `high` as in `cispo`, with its defaults: a floor would undo what ρ is
     for. The ratio reported is ρ·r, and tokens with a clipped one are reported as gated. Weights: token mean. Raises
