@@ -203,8 +203,9 @@ def base() -> ConfigDict:
 
     # Objective. Its function documents the hyper-parameters below.
     config.objective = ConfigDict({"name": "gspo"})
-    # How rewards become advantages: "group_zscore", "group_centered", "leave_one_out", "max_rl" (for verdicts) or
-    # "gdpo" (rewards compared one by one). Empty: the objective's own.
+    # How rewards become advantages: "group_zscore", "group_centered", "leave_one_out", "max_rl" (for verdicts), "gdpo"
+    # (rewards compared one by one) or "optimal_token_baseline" (for objectives with per-token advantages). Empty: the
+    # objective's own.
     config.objective.advantage = ""
     # Discount per turn of an episode: each turn has an advantage of its own, from the rewards that follow it. For
     # objectives with per-token advantages. None: one advantage per episode.
@@ -239,7 +240,8 @@ def base() -> ConfigDict:
     config.critic.trunk = "own"  # a copy of the initial policy's trunk. "policy": a value head on the policy's
     config.critic.optimizer = adamw(learning_rate=1e-5, schedule="constant", warmup_updates=10)
     config.mismatch = ConfigDict()  # importance weights for the sampler–trainer mismatch
-    config.mismatch.correction = ""  # "tis", "icepop", "sequence_mask": the trainer scores old log-probs. Empty: none
+    # "tis", "icepop", "sequence_mask", "sequence_tis": the trainer scores old log-probs. Empty: none
+    config.mismatch.correction = ""
     # Off-policy sequence mask: a response with a negative advantage has no gain if its mean log μ − log π_θ per token
     # exceeds this many nats (μ: sampler's policy, π_θ: the update's). None: off.
     config.mismatch.negative_mask = placeholder(float)
@@ -257,7 +259,7 @@ def base() -> ConfigDict:
     config.training.max_skipped = 10  # consecutive updates with non-finite gradients that end the run
     # Log-probs of the old policy. "sampler": the sampler's. "recompute": score with the trainer before a batch's first
     # update. "auto": recompute where the sampler's rounding could pass the objective's bounds, or where replay "r2",
-    # mismatch.correction or mismatch.center needs it.
+    # mismatch.correction, mismatch.center or objective.advantage needs it.
     config.training.old_logprobs = "auto"
     config.training.entropy_weight = 0.0  # weight of an entropy bonus in the loss, 0: off
     config.training.logprob_chunk = 4096  # tokens, over all devices, with logits in memory at once

@@ -296,6 +296,7 @@ def make_score(
         reference_graph=made.reference,
         teacher_graph=None if teacher is None else teacher.graph,
         critic=None if critic is None else critic.graph,
+        energy=learning.make_objective(config).by_energy,
     )
 
 

@@ -130,6 +130,8 @@ class OldPolicy:
     flips: Int[Array, "*B T L"] | None = None
     """Experts of the rollout's record, of K, that the trainer's routers would not choose at the position that predicts
     each token; -1 where unknown. None unless recomputed."""
+    energy: Float[Array, "*B T"] | None = None
+    """`advantages.score_energy` of each token; None unless the advantages need it."""
 
 
 @struct.dataclass

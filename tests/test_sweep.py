@@ -238,7 +238,7 @@ def test_the_commands_of_the_page_are_sweeps(tmp_path, monkeypatch):
         words = shlex.split(line)[3:]
         settings = [words[i + 1] for i, word in enumerate(words) if word == "--sweep"]
         seeds = [word.partition("=")[2] for word in words if word.startswith("--seeds=")]
-        assert len(_names(_plan(tmp_path, config_files.config_words(words), settings, *seeds))) in (3, 6, 36, 51)
+        assert len(_names(_plan(tmp_path, config_files.config_words(words), settings, *seeds))) in (3, 6, 36, 60)
 
 
 def test_the_exit_code_says_whether_to_start_again():

@@ -17,7 +17,7 @@ from gspo_jax.errors import UserError
 from gspo_jax.objectives.checks import build, check_positive, check_tokens
 from gspo_jax.objectives.surrogates import log_ratio, row_mean, widen
 
-__all__ = ["icepop", "sequence_mask", "tis"]
+__all__ = ["icepop", "sequence_mask", "sequence_tis", "tis"]
 
 Correction: TypeAlias = Callable[
     [Float[Array, "B T"], Float[Array, "B T"], Bool[Array, "B T"]],
@@ -87,6 +87,22 @@ def sequence_mask(*, low: float = 0.99, high: float = 1.01) -> Correction:
         log_rho = _log_rho(old, sampler, mask)
         rho = jnp.exp(row_mean(log_rho, mask))[:, None]
         return (mask & (low <= rho) & (rho <= high)).astype(log_rho.dtype)
+
+    return correction
+
+
+def sequence_tis(*, cap: float = 2.0) -> Correction:
+    """Truncated importance sampling of responses: weights each by its geometric-mean ratio, up to a cap.
+
+    factor[i,t] = min(exp((1/n_i) Σ_t m·log ρ), cap), the mismatch weight of TBPO. https://arxiv.org/abs/2604.07853
+
+    verl's sequence TIS caps the product of the ratios instead. Raises UserError for `cap` not above 0.
+    """
+    check_positive("it is the largest weight of a response, usually 2", cap=cap)
+
+    def correction(old: Float[Array, "B T"], sampler: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
+        rho = jnp.exp(row_mean(_log_rho(old, sampler, mask), mask))[:, None]
+        return jnp.where(mask, jnp.minimum(rho, cap), 0.0)
 
     return correction
 

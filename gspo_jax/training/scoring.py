@@ -15,6 +15,7 @@ from gspo_jax.kernels.logprobs import KeptIds, token_logprobs
 from gspo_jax.models.critic import Critic
 from gspo_jax.models.moe import Routes, Routing, layers_first, record
 from gspo_jax.models.transformer import Remat, Transformer
+from gspo_jax.objectives.advantages import score_energy
 from gspo_jax.routing import drift
 from gspo_jax.routing.replay import OF_SAMPLER, Replay, to_replay
 from gspo_jax.training.layout import Layout, SideBySide, fold_all_rows
@@ -118,13 +119,15 @@ def make_old_policy(
     reference_graph: nnx.GraphDef[Transformer] | None = None,
     teacher_graph: nnx.GraphDef[Transformer] | None = None,
     critic: nnx.GraphDef[Critic] | None = None,
+    energy: bool = False,
 ) -> OldPolicyFn:
     """Build a jitted `old_policy(weights, critic_params, reference, batch, teacher)`, called before the updates.
 
     log π_old is the sampler's or, with `recompute`, the trainer's, with routes recorded (the sampler's under `replay`
     "r3" and "r3w") and where the routers' own choice differs from the rollout's record. The reference may have another
     graph, without adapters; it and the teacher always use their own routes. A token beyond the teacher's vocabulary has
-    log π_old as its log π_T, so that there is nothing to learn from it.
+    log π_old as its log π_T, so that there is nothing to learn from it. `energy` adds that of the policy, by one more
+    product with the head.
 
     Policy and reference are renormalised over the rollout's kept ids where they are whole. The teacher is not: the KL
     from the renormalised policy to all of its distribution is one too, and differs by a constant at each prefix.
@@ -156,6 +159,10 @@ def make_old_policy(
         if critic is not None:
             assert critic_params is not None
             found["values"] = values(critic, critic_params, layout, scoring, policy_hidden=scores.hidden)
+        if energy:
+            options = {"temperature": scoring.temperature / 2, "chunk": scoring.logprob_chunk}
+            sharpened, *_ = token_logprobs(scores.hidden, scores.head, layout.targets, kept=ids, **options)
+            found["energy"] = score_energy(scores.logprobs, layout.scored(sharpened))
         if recompute:
             found["logprobs"] = scores.logprobs
             config = weights.model(graph).config
@@ -198,7 +205,7 @@ def make_old_policy(
         batch: Batch,
         teacher: nnx.State | None = None,
     ) -> OldPolicy:
-        if not recompute and reference is teacher is critic is None:
+        if not (recompute or energy) and reference is teacher is critic is None:
             return OldPolicy(batch.rollout.logprobs)
         with_models = partial(read, weights, critic_params, reference, teacher)
         fields: Fields = {"logprobs": batch.rollout.logprobs} | in_rows(with_models, batch)

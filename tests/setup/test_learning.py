@@ -37,6 +37,7 @@ def config(changes):
         ),
         ({"objective.name": "reinforce"}, ""),  # has no bound
         (GRPO | FLOAT32 | {"routing.replay": "r2"}, "routing.replay 'r2' replays their routes$"),
+        (GRPO | FLOAT32 | {"objective.advantage": "optimal_token_baseline"}, "the energies of the advantage$"),
         (GRPO | FLOAT32 | {"mismatch.correction": "tis"}, "mismatch.correction weighs them against the sampler's$"),
         (GRPO | FLOAT32 | {"mismatch.center": True}, "mismatch.center centres what no ratio to the sampler weighs$"),
         (GSPO | FLOAT32 | {"mismatch.center": True}, ""),

@@ -27,7 +27,7 @@ from tests.tiny import CONFIG, EIGHT, dealt, mesh_id, mostly_slow, packed, respo
 
 GRAPH, _ = transformer.abstract(CONFIG)
 G, T = 2, 8
-SCORING = Scoring(logprob_chunk=64, group_size=G)
+SCORING = Scoring(temperature=0.8, logprob_chunk=64, group_size=G)
 
 
 @jax.jit
@@ -118,8 +118,8 @@ def test_the_old_policy_s_views(rollout):
 
     plain = seen(make_old_policy(GRAPH, SCORING, recompute=False), None, None)
     np.testing.assert_array_equal(plain.logprobs, rollout.logprobs)
-    assert plain.values is plain.reference_logprobs is plain.routes is None
-    whole = make_old_policy(GRAPH, SCORING, recompute=True, critic=graph)
+    assert plain.values is plain.reference_logprobs is plain.routes is plain.energy is None
+    whole = make_old_policy(GRAPH, SCORING, recompute=True, critic=graph, energy=True)
     found = seen(whole, critic, reference.trainable)
     own, mask = alone(weights(), rollout), rollout.mask
     np.testing.assert_allclose(found.logprobs[mask], own.logprobs[mask], atol=1e-5)
@@ -129,6 +129,13 @@ def test_the_old_policy_s_views(rollout):
     full = alone(weights(), dataclasses.replace(rollout, kept=None))
     apart = (own.logprobs - full.logprobs)[mask]
     assert (np.abs(apart) > 1e-3).tolist() == rollout.kept.whole[mask].tolist(), "renormalised where whole"
+    logits = (np.asarray(own.hidden, np.float64) @ np.asarray(own.head, np.float64) / SCORING.temperature)[mask]
+    for row, ids, all_kept in zip(logits, rollout.kept.ids[mask], rollout.kept.whole[mask], strict=True):
+        row[np.isin(np.arange(len(row)), ids, invert=True) & all_kept] = -np.inf
+    p = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    energy = 1 - 2 * p[np.arange(len(p)), rollout.tokens[mask]] + np.square(p).sum(axis=1)
+    np.testing.assert_allclose(found.energy[mask], energy, rtol=1e-4)
+    assert np.ptp(energy) > 0.01
     recorded, expected = np.moveaxis(np.asarray(found.routes.experts), 2, 0), np.asarray(own.routes.experts)
     in_prompt = np.arange(rollout.prompts.shape[1])[None] < rollout.prompt_lengths[:, None]
     real = np.concatenate([in_prompt, mask], axis=1)
