@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 
 from gspo_jax import cli
 from gspo_jax.errors import UserError
+from gspo_jax.folder import lines
 from gspo_jax.iteration import collect
 from gspo_jax.measuring.noise import by_layer, described, flip_metrics, measure
 from gspo_jax.measuring.opened import open_policy
@@ -28,7 +29,7 @@ from gspo_jax.types import RouterRecord
 
 
 def run(config: ConfigDict, workdir: str, updates: list[int], *, layers: bool = True) -> dict[str, Any]:
-    """Measure after these numbers of updates. Return `{checkpoint, layers, experts, …, after: [facts]}`.
+    """Measure after these numbers of updates. Return `{checkpoint, layers, experts, …, after: [facts]}`, None for NaN.
 
     With `layers` the last facts also have a split per layer, for a forward pass each.
 
@@ -58,9 +59,9 @@ def run(config: ConfigDict, workdir: str, updates: list[int], *, layers: bool = 
             facts["replayed_flip_rate"] = flip_metrics(batch, native, replayed)["routing/replayed_flip_rate"]
             if layers and count == updates[-1]:
                 alone = by_layer(made, weights, batch)
-                facts["by_layer"] = [decomposition.split(one.moments(1))._asdict() for one in alone]
+                facts["by_layer"] = [decomposition.of_layer(one.moments(config.sampling.group_size)) for one in alone]
             after.append({"updates": count} | facts)
-    return {
+    facts = {
         "checkpoint": name,
         "layers": model.num_layers,
         "experts": model.num_experts,
@@ -74,6 +75,7 @@ def run(config: ConfigDict, workdir: str, updates: list[int], *, layers: bool = 
         "responses": len(batch.lengths),
         "after": after,
     }
+    return lines.finite(facts)
 
 
 def parse_updates(text: str) -> list[int]:

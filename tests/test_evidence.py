@@ -2,6 +2,7 @@
 
 import re
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -12,7 +13,7 @@ from gspo_jax import cli
 from gspo_jax.errors import UserError
 from gspo_jax.models import transformer
 from gspo_jax.setup.checks import check
-from gspo_jax.sweeping.grid import comparisons
+from gspo_jax.sweeping.grid import comparisons, make_plan
 
 ROOT = Path(__file__).parents[1]
 PROTOCOL = " ".join((ROOT / "docs" / "evidence" / "protocol.md").read_text(encoding="utf-8").split())
@@ -114,3 +115,46 @@ def test_other_words_are_refused():
         UserError, match=r"no step 'scren'; use screen, second_screen, bounds, tune, confirm, tuned, shallow"
     ):
         cli.load_config(f"{EVIDENCE}:scren")
+
+
+STUDIES = str(ROOT / "configs" / "studies.py")
+PAGES = {"grid": "repairs", "mismatch_screen": "mismatch", "mismatch_bfloat16": "mismatch"}
+"""Pages of steps that are registered with another."""
+
+
+@pytest.mark.parametrize(
+    ("step", "seeds", "arms"),
+    [
+        ("repairs", range(15, 20), 7),
+        ("grid", range(1), 24),
+        ("clipping", range(20, 30), 7),
+        ("mismatch_screen", range(2, 4), 12),
+        ("mismatch", range(30, 40), 13),
+        ("mismatch_bfloat16", range(40, 45), 4),
+    ],
+)
+def test_a_registered_study_has_the_runs_of_its_page(step, seeds, arms):
+    (comparison,) = comparisons([f"--config={STUDIES}:{step}"], [], None)
+    found = [dict(run) for run in comparison.runs]
+    page = " ".join((ROOT / f"docs/evidence/{PAGES.get(step, step)}.md").read_text(encoding="utf-8").split())
+    _, registered, text = page.partition(f"studies.py:{step}`")
+    assert registered and "before any of its runs" in page
+    said = [int(re.findall(rf"(\d+) {what}", text)[0]) for what in ("runs", "iterations")]
+    assert said == [len(found), cli.load_config(f"{STUDIES}:{step}").iterations]
+    assert {run.pop("seed") for run in found} == set(seeds)
+    assert len({str(sorted(run.items())) for run in found}) == arms
+    order = [run["seed"] for run in comparison.runs]
+    assert order == sorted(order), "cut short, a study has every arm on fewer seeds"
+
+
+def test_the_runs_of_registered_studies_are_ones_that_train_accepts(tmp_path):
+    for step in ("repairs", "grid", "clipping", "mismatch_screen"):
+        words = [f"--config={STUDIES}:{step}", f"--config.model.folder={ROOT}/tests/golden/adder"]
+        (comparison,) = comparisons(words, [], None)
+        first = [run for run in comparison.runs if run["seed"] == comparison.runs[0]["seed"]]
+        (page,) = make_plan(words, [replace(comparison, runs=first)], tmp_path)
+        assert len({run.name for run in page.runs}) == len(page.runs)
+    for arg, rounded in (("", ""), (":rounding", "int8")):
+        config = cli.load_config(str(ROOT / "configs/length.py") + arg)
+        check(config)
+        assert config.sampling.weights_dtype == rounded and config.sampling.max_response_length > 1024

@@ -1,6 +1,7 @@
 """The launch scripts, run for real in a copy of launch/ with stub interpreters that log how they were called."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -320,29 +321,63 @@ def test_plans_of_every_recipe_and_choice_become_tables(copy):
     assert done.returncode == 2 and done.stderr.startswith("error: unexpected --out=b; use --runs=")
 
 
+def _measured() -> set[str]:
+    """Return the names of what the step noise measures."""
+    shown = subprocess.run(
+        ["bash", "launch/evidence.sh", "noise", "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.replace("\\", "")
+    return set(re.findall(r"--out=runs/drift-noise/(\S+=\S+)", shown))
+
+
+def test_later_studies_train_what_is_not_in_their_record_and_draw_from_it(copy):
+    shown = _bash(copy, "bash launch/evidence.sh repairs clipping mismatch --dry-run").stdout.replace("\\", "")
+    made = re.findall(r"-m (gspo_jax\S+) (\S+)", shown)
+    each = [
+        ("gspo_jax.coldstart", "--config=configs/drift.py:arithmetic"),
+        *(
+            (name, place)
+            for step in ("repairs", "clipping", "mismatch")
+            for name, place in (
+                ("gspo_jax.sweep", f"--config=configs/studies.py:{step}"),
+                ("gspo_jax.survival", f"docs/evidence/data/{step}.csv"),
+            )
+        ),
+    ]
+    assert [call for call in made if call[0] != "gspo_jax.coldstart"] == each[1:] and each[0] in made
+    shown = _bash(copy, "bash launch/evidence.sh length --dry-run").stdout
+    kept = re.findall(r"docs/evidence/data/length/(\S+)\.json\n", shown)
+    assert len(kept) == 36 and kept[:2] == ["12-drawn-0", "12-drawn-0-rounding"]
+    (copy / "docs/evidence/data/length").mkdir(parents=True)
+    for name in kept[:2]:
+        (copy / f"docs/evidence/data/length/{name}.json").touch()
+    again = _bash(copy, "bash launch/evidence.sh length --dry-run").stdout
+    assert "12-drawn-0 " not in again and again.count("gspo_jax.noise ") == 34
+
+
 def test_the_study_runs_its_steps_in_order_and_does_not_repeat_them(copy):
     _install(copy)
     shutil.copy(copy / ".venv/installed-test", copy / ".venv/installed-report")
-    for made in ("runs/drift-noise/all/noise.md", "runs/evidence-sweep/survival/screen/survival.md"):
-        (copy / made).parent.mkdir(parents=True)  # what the figures' commands would write
+    measured = {f"runs/drift-noise/{name}/noise.json" for name in _measured()}
+    for made in ("runs/drift-noise/all/noise.md", "runs/evidence-sweep/survival/screen/survival.md", *measured):
+        (copy / made).parent.mkdir(parents=True, exist_ok=True)  # what the figures' commands would write
         (copy / made).write_text("table")
     (copy / "docs/evidence").mkdir(parents=True, exist_ok=True)
     done = _bash(copy, 'bash launch/evidence.sh "$@"', "cold", "noise", "screen", "--jobs=3")
     assert done.returncode == 0, done.stderr
     made = [call.split()[1] for call in _calls(copy)]
     noise = ["gspo_jax.noise"] * 9 + ["gspo_jax.studies.noise_figure"] * 2
-    assert made == ["gspo_jax.coldstart"] * 2 + [*noise, "gspo_jax.sweep", "gspo_jax.survival"]
-    assert _calls(copy)[-2] == "-m gspo_jax.sweep --config=configs/evidence.py:screen --jobs=3"
+    cold = ["gspo_jax.coldstart"]
+    assert made == [*cold, *cold, *noise, *cold, "gspo_jax.sweep", "gspo_jax.survival"]  # the fake one writes nothing
+    record = "docs/evidence/data/screen.csv"
+    assert _calls(copy)[-2] == f"-m gspo_jax.sweep --config=configs/evidence.py:screen --record={record} --jobs=3"
+    assert f" {record} --baseline=screen/grpo,learning_rate=3e-05-0 " in _calls(copy)[-1]
     assert all((copy / f"docs/evidence/{page}.md").read_text() == "table" for page in ("drift", "screen"))
-    for made in ("drift-cold", "arithmetic-cold", "drift-noise/num_layers=12", "drift-noise/learning_rate=0.0001"):
+    for made in ("drift-cold", "arithmetic-cold"):
         (copy / "runs" / made).mkdir(parents=True)
-        (copy / "runs" / made / "noise.json").touch()
+    for name in sorted(_measured())[:2]:
+        (copy / f"docs/evidence/data/noise/{name}.json").unlink()
     again = _bash(copy, "bash launch/evidence.sh cold noise --dry-run").stdout
-    assert (
-        again.count("gspo_jax.noise ") == 7
-        and "--out=runs/drift-noise/num_layers=12" not in again
-        and "gspo_jax.coldstart" not in again
-    )
+    assert again.count("gspo_jax.noise ") == 2 and "gspo_jax.coldstart" not in again
     shown = _bash(copy, "bash launch/evidence.sh routers --dry-run").stdout
     assert [shown.count(f"gspo_jax.{name} ") for name in ("studies.random_models", "noise")] == [10, 55]
     (copy / "runs/routers-noise/shared-4").mkdir(parents=True)

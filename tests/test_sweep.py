@@ -17,7 +17,9 @@ from ml_collections import ConfigDict
 from gspo_jax import cli, coldstart, config_files, exits, sweep
 from gspo_jax.config import MAY_CHANGE
 from gspo_jax.errors import UserError
+from gspo_jax.folder.metrics import MetricsWriter
 from gspo_jax.folder.notes import SAVED_FILE, note, write_config
+from gspo_jax.studies import records
 from gspo_jax.sweeping.grid import Page, SweepRun, comparisons, find_folder, make_plan
 from gspo_jax.sweeping.processes import Children, describe, exit_code
 from tests.pods import ROOT, assert_same_bits, rows_of, run_processes, wait_for
@@ -267,9 +269,11 @@ def test_a_run_is_finished_if_its_folder_says_so_too(script, failed, tmp_path, m
     monkeypatch.chdir(tmp_path)
     config = ConfigDict({"iterations": 9, "processes": {"grace_s": 1}})
     run = _Played(name=script, folder=tmp_path, words=(), config=config, cold=None)
-    children = Children([run], jobs=1, logs=tmp_path)
+    kept = []
+    children = Children([run], jobs=1, logs=tmp_path, keep=kept.append)
     children.train()
     assert children.failed == ({} if failed is None else {script: failed})
+    assert kept == ([run] if failed is None else [])
     assert exit_code([0]) == 1 and describe(0) == "exit code 0, although it is not finished"
 
 
@@ -300,6 +304,34 @@ finally:
     assert modules == [*each, *each, "gspo_jax.report"] and len(lines) == 7 + 4  # and the cold start is copied
     flags = ["--baseline=runs/tiny-sweep/gspo-0", "--out=runs/tiny-sweep/report"]
     assert " ".join([*flags, "--table=runs/tiny-sweep/report/results.md"]) in lines[-1]
+
+
+def test_a_run_that_is_only_in_the_record_is_done_and_finished_ones_are_added(tmp_path, monkeypatch):
+    settings, record = ["objective.name=gspo,grpo"], tmp_path / "data" / "tiny.csv"
+    (page,) = pages = _plan(tmp_path / "runs", [TINY], settings)
+    for run in page.runs:
+        write_config(run.folder, run.config.to_dict(), command="x")
+        with MetricsWriter(run.folder) as writer:
+            for step in range(1, 3):
+                writer.write(step, {"iteration": step, "minibatch": 0, "reward/mean": step / 4})
+        note(run.folder, SAVED_FILE, step=2)
+    monkeypatch.setattr(sweep, "write_report", lambda pages, folder: 0)
+    assert sweep.sweep(pages, tmp_path / "runs", jobs=1, record=record) == 0
+    assert list(records.read(record)) == ["grpo-0", "gspo-0"] and len(record.read_text().splitlines()) == 5
+    elsewhere = _plan(tmp_path / "other", [TINY], settings)
+    assert sweep.without_recorded(elsewhere, record)[0].runs == []
+    assert len(sweep.without_recorded(pages, record)[0].runs) == 2, "their folders are here, for the report"
+    assert (
+        len(sweep.without_recorded(_plan(tmp_path / "other", [TINY], ["objective.name=gspo,rspo"]), record)[0].runs)
+        == 1
+    )
+    longer = _plan(tmp_path / "other", [TINY, "--config.iterations=3"], settings)
+    assert len(sweep.without_recorded(longer, record)[0].runs) == 2
+    record.write_text(record.read_text().replace(",gspo,", ",luspo,"))
+    with pytest.raises(
+        UserError, match=r"has the run gspo-0 with objective\.name='luspo', and here it is 'gspo'; give another"
+    ):
+        sweep.without_recorded(elsewhere, record)
 
 
 def test_the_baseline_of_a_report_is_listed_first_and_finished(tmp_path):

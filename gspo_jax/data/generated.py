@@ -239,6 +239,7 @@ class Machine(_Generated):
         TaskConfig(name="easy", difficulty="easy", train_size=8192, test_size=256, steps=8),
         TaskConfig(name="medium", difficulty="medium", train_size=8192, test_size=256, steps=16),
         TaskConfig(name="hard", difficulty="hard", train_size=8192, test_size=256, steps=32),
+        TaskConfig(name="long", difficulty="long", train_size=2048, test_size=256, steps=176),
     ]
     FIELDS = ("id", "question", "answer", "worked")
 

@@ -34,13 +34,16 @@ def to_python(name: str, value: Any) -> float | int | list[Any]:
 
 def dumps(row: Mapping[str, Any]) -> str:
     """Return strict one-line ASCII JSON. NaN and infinities become null."""
+    return json.dumps(finite(dict(row)), allow_nan=False)
 
-    def finite(value: Any) -> Any:
-        if isinstance(value, list):
-            return [finite(x) for x in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    return json.dumps({name: finite(value) for name, value in row.items()}, allow_nan=False)
+def finite(value: Any) -> Any:
+    """Return a value of JSON with null in place of NaN and infinities."""
+    if isinstance(value, dict):
+        return {name: finite(x) for name, x in value.items()}
+    if isinstance(value, list):
+        return [finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_atomically(path: Path, text: str) -> None:

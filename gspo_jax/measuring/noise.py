@@ -20,6 +20,8 @@ POSITIONS = 8
 """Position bins of a response."""
 PROBABILITIES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 1.0)
 """Bins of flipped experts by old router probability."""
+LENGTHS = (16, 64, 256, 1024)
+"""Tokens of a response that `by_length` averages over."""
 SEED = 0
 
 
@@ -106,11 +108,13 @@ def described(
     facts = _measured(ratios, found, kl, group_size)
     if unseen.any():
         facts["unseen"] = _measured(ratios.where(unseen[:, None]), found, kl, group_size)
-    facts["by_position"] = decomposition.by_position(ratios, parts=min(POSITIONS, ratios.mask.shape[1]))
-    facts["by_flips"] = decomposition.by_flips(ratios, found)
-    facts["by_rank"] = decomposition.by_rank(ratios, found)
+    parts = min(POSITIONS, ratios.mask.shape[1])
+    facts["by_position"] = decomposition.by_position(ratios, parts=parts, group_size=group_size)
+    facts["by_length"] = decomposition.by_length(ratios, LENGTHS)
+    facts["by_flips"] = decomposition.by_flips(ratios, found, group_size=group_size)
+    facts["by_rank"] = decomposition.by_rank(ratios, found, group_size=group_size)
     if found.probability is not None:
-        facts["by_probability"] = decomposition.by_probability(ratios, found, PROBABILITIES)
+        facts["by_probability"] = decomposition.by_probability(ratios, found, PROBABILITIES, group_size=group_size)
     return facts
 
 

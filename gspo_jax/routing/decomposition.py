@@ -11,8 +11,9 @@ is Cov(r, d) / Var d; the weights' is the rest. On the host, in float64.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -48,8 +49,9 @@ class Split(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Share of the routes, Cov(r, d) / Var d; 0 if nothing varies."""
-        return (self.routes + self.covariance / 2) / self.whole if self.whole > 0 else 0.0
+        """Share of the routes, Cov(r, d) / Var d: above 1, or below 0, where w and r oppose each other. NaN if nothing
+        varies."""
+        return (self.routes + self.covariance / 2) / self.whole if self.whole > 0 else math.nan
 
 
 class LogRatios(NamedTuple):
@@ -98,12 +100,30 @@ def split(moments: Moments) -> Split:
 
 def share_interval(moments: Moments, *, seed: int) -> tuple[float, float]:
     """Return a percentile-bootstrap interval of the routes' share, over groups, with probability COVERAGE."""
-    sums = np.array(moments)
-    drawn = np.random.default_rng(seed).multinomial(sums.shape[1], np.full(sums.shape[1], 1 / sums.shape[1]), RESAMPLES)
-    whole, _, routes, covariance = _parts(sums @ drawn.T)
+    whole, _, routes, covariance = _parts(_drawn(moments, seed))
     with np.errstate(invalid="ignore", divide="ignore"):
-        shares = np.where(whole > 0, (routes + covariance / 2) / whole, 0.0)
-    low, high = np.quantile(shares, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
+        shares = np.where(whole > 0, (routes + covariance / 2) / whole, math.nan)
+    return _middle(shares)
+
+
+def of_layer(moments: Moments) -> dict[str, Any]:
+    """Return the split, with an interval of the routes' variance."""
+    return split(moments)._asdict() | {"interval": list(_middle(_parts(_drawn(moments, 0))[2]))}
+
+
+def _drawn(moments: Moments, seed: int) -> Float[np.ndarray, "8 N"]:
+    """Return the sums of RESAMPLES draws of the groups."""
+    sums = np.array(moments)
+    groups = sums.shape[1]
+    return sums @ np.random.default_rng(seed).multinomial(groups, np.full(groups, 1 / groups), RESAMPLES).T
+
+
+def _middle(drawn: Float[np.ndarray, " N"]) -> tuple[float, float]:
+    """Return the middle COVERAGE of draws, without those that are NaN; NaN if all are."""
+    known = drawn[np.isfinite(drawn)]
+    if not len(known):
+        return math.nan, math.nan
+    low, high = np.quantile(known, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
     return float(low), float(high)
 
 
@@ -150,45 +170,70 @@ def at_predicting(x: np.ndarray, prompt_lengths: Int[np.ndarray, " B"], prompt_c
     return np.concatenate([last[:, None], x[:, prompt_columns:-1]], axis=1)
 
 
-def by_flips(ratios: LogRatios, found: Flips) -> list[dict[str, float]]:
+def by_flips(ratios: LogRatios, found: Flips, *, group_size: int) -> list[dict[str, Any]]:
     """Return mean squares by a token's number of flipped experts, 0 to MOST_FLIPS and more."""
     count = np.minimum(found.count, MOST_FLIPS)
-    return [{"flips": n} | _squares(ratios.where(count == n)) for n in range(MOST_FLIPS + 1)]
+    return [{"flips": n} | _squares(ratios.where(count == n), group_size) for n in range(MOST_FLIPS + 1)]
 
 
-def by_rank(ratios: LogRatios, found: Flips) -> list[dict[str, float]]:
+def by_rank(ratios: LogRatios, found: Flips, *, group_size: int) -> list[dict[str, Any]]:
     """Return mean squares by a token's best rank, 1 for most probable, of a flipped expert in any layer."""
     gone = found.old.any(axis=2)
     best = np.where(gone.any(axis=2), gone.argmax(axis=2), -1)
-    return [{"rank": rank + 1} | _squares(ratios.where(best == rank)) for rank in range(gone.shape[2])]
+    return [{"rank": rank + 1} | _squares(ratios.where(best == rank), group_size) for rank in range(gone.shape[2])]
 
 
-def by_probability(ratios: LogRatios, found: Flips, edges: Sequence[float]) -> list[dict[str, float]]:
+def by_probability(ratios: LogRatios, found: Flips, edges: Sequence[float], *, group_size: int) -> list[dict[str, Any]]:
     """Return mean squares by a token's largest old probability of a flipped expert, between the edges."""
     assert found.probability is not None
     largest = np.where(found.old, found.probability, -1.0).max(axis=(2, 3))
     return [
-        {"above": low, "up_to": high} | _squares(ratios.where((largest > low) & (largest <= high)))
+        {"above": low, "up_to": high} | _squares(ratios.where((largest > low) & (largest <= high)), group_size)
         for low, high in itertools.pairwise(edges)
     ]
 
 
-def by_position(ratios: LogRatios, *, parts: int) -> list[dict[str, float]]:
+def by_position(ratios: LogRatios, *, parts: int, group_size: int) -> list[dict[str, Any]]:
     """Split the variance by token position, in `parts` of equal width."""
     T = ratios.mask.shape[1]
     edges = [round(T * i / parts) for i in range(parts + 1)]
     found = []
     for low, high in itertools.pairwise(edges):
         own = ratios.where((np.arange(T) >= low)[None] & (np.arange(T) < high)[None])
-        one = split(own.moments(len(own.mask)))
-        found.append({"from": low, "to": high, "tokens": int(own.mask.sum())} | one._asdict() | {"share": one.share})
+        moments = own.moments(group_size)
+        one, between = split(moments), share_interval(moments, seed=0)
+        facts = {"from": low, "to": high, "tokens": int(own.mask.sum())} | one._asdict()
+        found.append(facts | {"share": one.share, "interval": list(between)})
     return found
 
 
-def _squares(ratios: LogRatios) -> dict[str, float]:
-    count = int(ratios.mask.sum())
-    squares = ((x**2)[ratios.mask].sum() / max(1, count) for x in (ratios.weights, ratios.routes))
-    return {"tokens": count, **dict(zip(("weights_squared", "routes_squared"), map(float, squares), strict=True))}
+def by_length(ratios: LogRatios, lengths: Sequence[int]) -> list[dict[str, float]]:
+    """Split the variance of the mean over a response's first n tokens, of the responses that have as many.
+
+    `tokens` is n, `effective_tokens` a token's variance over that of the mean: n if a response's tokens are
+    independent. Lengths that fewer than two responses reach are left out.
+    """
+    found = []
+    for n in lengths:
+        long = ratios.mask.sum(axis=1) >= n
+        if long.sum() < 2:
+            continue
+        first = ratios.where(long[:, None] & (np.cumsum(ratios.mask, axis=1) <= n))
+        one, token = split(first.of_responses.moments(1)), split(first.moments(1))
+        effective = token.whole / one.whole if one.whole > 0 else math.nan
+        facts = {"tokens": n, "responses": int(long.sum())} | one._asdict()
+        found.append(facts | {"share": one.share, "effective_tokens": effective})
+    return found
+
+
+def _squares(ratios: LogRatios, group_size: int) -> dict[str, Any]:
+    moments = ratios.moments(group_size)
+    sums, count = _drawn(moments, 0), int(ratios.mask.sum())
+    with np.errstate(invalid="ignore", divide="ignore"):
+        drawn = sums[Moments._fields.index("rr")] / sums[0]
+    facts = {"weights_squared": float(moments.ww.sum()), "routes_squared": float(moments.rr.sum())}
+    facts = {name: value / max(1, count) for name, value in facts.items()}
+    return {"tokens": count} | facts | {"interval": list(_middle(drawn))}
 
 
 def metrics(ratios: LogRatios) -> dict[str, float]:

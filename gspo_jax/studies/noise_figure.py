@@ -2,7 +2,8 @@
 
     python -m gspo_jax.studies.noise_figure runs/12/noise runs/24/noise --out=docs/routing
 
-Reads `noise.json` of each folder, and writes `noise.png`, `noise-narrow.png` for phones, and `noise.md`.
+Reads `noise.json` of each folder, or copies of it given by name. Writes `noise.png`, `noise-narrow.png` for phones, and
+`noise.md`.
 """
 
 import sys
@@ -25,11 +26,14 @@ LAYOUTS = {"noise.png": 4, "noise-narrow.png": 1}
 """Panels per row of each picture."""
 COLUMN, ROW = 3.9, 3.4
 """Column width and row height, in inches."""
+FEW = 30
+"""Tokens of the smallest class that is drawn: the mean square of a few says nothing."""
 HEADLINE = "How much of the importance ratio's noise is routing"
 HOW_TO_READ = (
     "Log-ratio = part of the weights (the old policy's routes are replayed) + part of the routes. Share of the routes: "
-    "their covariance with the log-ratio, over its variance; bars are 95% intervals over prompts. Lower row: after the "
-    "most updates. Mean squares are of the routes' part, in nats²."
+    "their covariance with the log-ratio, over its variance, above 100% where the parts oppose each other; bars are "
+    "95% intervals over prompts. Lower row: after the most updates. Mean squares are of the routes' part, in nats², of "
+    f"classes with {FEW} tokens or more."
 )
 
 
@@ -104,19 +108,21 @@ def draw(runs: Sequence[Facts], path: Path, *, columns: int) -> None:
 
 
 def _share(split: Facts) -> str:
+    if split["share"] is None:
+        return "–"  # nothing varies: a share of nothing
     low, high = split["interval"]
     return f"{split['share']:.1%} [{low:.1%}, {high:.1%}]"
 
 
-def _by_updates(point: Callable[[Facts], tuple[float, Sequence[float]]]) -> Callable[["Axes", Facts, str], None]:
+def _by_updates(point: Callable[[Facts], tuple[float | None, Sequence[float]]]) -> Callable[["Axes", Facts, str], None]:
     """Return a drawer of a share, with its interval, over the updates."""
 
     def fill(axes: "Axes", facts: Facts, color: str) -> None:
         from matplotlib.ticker import NullLocator
 
-        x, points = [one["updates"] for one in facts["after"]], [point(one) for one in facts["after"]]
-        error = [[abs(share - interval[side]) for share, interval in points] for side in (0, 1)]
-        axes.errorbar(x, [share for share, _ in points], yerr=error, color=color, marker="o", capsize=3)
+        x = [one["updates"] for one in facts["after"]]
+        known = [(one["updates"], *point(one)) for one in facts["after"] if point(one)[0] is not None]
+        _bars(axes, known, color)
         axes.set_xscale("symlog", base=2, linthresh=1)
         axes.set_xticks(x, [str(count) for count in x])
         axes.xaxis.set_minor_locator(NullLocator())
@@ -129,10 +135,17 @@ def _share_of_routes(level: str) -> Callable[["Axes", Facts, str], None]:
     return _by_updates(lambda one: (one[level]["share"], one[level]["interval"]))
 
 
+def _bars(axes: "Axes", points: Sequence[tuple[float, float, Sequence[float]]], color: str, **style: Any) -> None:
+    """Draw points (x, y, interval of y) with a line."""
+    x, y, between = ([point[part] for point in points] for part in range(3))
+    error = [[abs(value - interval[side]) for value, interval in zip(y, between, strict=True)] for side in (0, 1)]
+    axes.errorbar(x, y, yerr=error, color=color, **{"marker": "o", "capsize": 3} | style)
+
+
 def _layers(axes: "Axes", facts: Facts, color: str) -> None:
-    last = facts["after"][-1]
-    alone = [one["routes"] for one in last["by_layer"]]
-    axes.plot(range(1, len(alone) + 1), alone, color=color, marker="o", markersize=4)
+    layers = facts["after"][-1]["by_layer"]
+    points = [(number, one["routes"], one["interval"]) for number, one in enumerate(layers, start=1)]
+    _bars(axes, points, color, markersize=4, capsize=1.5, elinewidth=0.8)
     axes.set_ylabel("variance, nats²", fontsize=10)
 
 
@@ -140,17 +153,16 @@ def _squares_by(section: str, key: str) -> Callable[["Axes", Facts, str], None]:
 
     def fill(axes: "Axes", facts: Facts, color: str) -> None:
         classes = facts["after"][-1].get(section, [])
-        known = [(x, one["routes_squared"]) for x, one in enumerate(classes) if one["tokens"]]
-        axes.plot([x for x, _ in known], [y for _, y in known], color=color, marker="o")
+        known = [(x, one["routes_squared"], one["interval"]) for x, one in enumerate(classes) if one["tokens"] >= FEW]
+        _bars(axes, known, color)
         axes.set_xticks(range(len(classes)), [f"{one[key]:g}" for one in classes])
 
     return fill
 
 
 def _positions(axes: "Axes", facts: Facts, color: str) -> None:
-    parts = [one for one in facts["after"][-1]["by_position"] if one["tokens"] > 1]
-    middles = [(one["from"] + one["to"]) / 2 for one in parts]
-    axes.plot(middles, [one["share"] for one in parts], color=color, marker="o")
+    parts = [one for one in facts["after"][-1]["by_position"] if one["tokens"] >= FEW and one["share"] is not None]
+    _bars(axes, [((one["from"] + one["to"]) / 2, one["share"], one["interval"]) for one in parts], color)
     _percent(axes)
 
 
@@ -160,22 +172,23 @@ def _percent(axes: "Axes") -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
 
 
-def read(folder: Path) -> Facts:
-    """Read a folder of `gspo_jax.noise`, or raise UserError."""
+def read(place: Path) -> Facts:
+    """Read a folder of `gspo_jax.noise`, or a copy of its noise.json, or raise UserError."""
+    file = place / "noise.json" if place.suffix != ".json" else place
     try:
-        facts: Any = foreign.read_json(folder / "noise.json", inside=folder, remedy="")
+        facts: Any = foreign.read_json(file, inside=file.parent, remedy="")
         table([facts])
-        _ = facts["after"][-1]["by_position"]
+        _ = facts["after"][-1]["by_position"][0]["interval"], facts["after"][-1]["by_length"]
     except (OSError, ValueError, LookupError, TypeError):
-        command = f"python -m gspo_jax.noise --out={folder}"
-        raise UserError(f"{folder} has no noise.json of this version; measure one with {command}") from None
+        command = f"python -m gspo_jax.noise --out={file.parent}"
+        raise UserError(f"{place} has no noise.json of this version; measure one with {command}") from None
     return facts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = Parser("python -m gspo_jax.studies.noise_figure", str(__doc__).partition("\n\n")[2])
-    parser.add_argument("folders", nargs="+", metavar="DIR", help="what --out of gspo_jax.noise was")
+    parser.add_argument("folders", nargs="+", metavar="DIR", help="what --out of gspo_jax.noise was, or its noise.json")
     parser.add_argument("--out", default="noise", metavar="DIR", help="folder for the figure; %(default)s by default")
     return parser.run(_command, arguments)
 

@@ -44,6 +44,23 @@ class Estimate:
         """True if the interval has a width and excludes 0."""
         return self.seeds > 1 and not self.is_flat and not self.low <= 0 <= self.high
 
+    @property
+    def p(self) -> float:
+        """Exact two-sided p-value by the signs of the differences; NaN with one seed."""
+        return estimates.sign_flip_p(np.array(self.each)) if self.seeds > 1 else math.nan
+
+    @property
+    def student_p(self) -> float:
+        """Two-sided p-value of Student's t test."""
+        return estimates.student_p(np.array(self.each))
+
+    def is_within(self, margin: float) -> bool:
+        """True if the whole interval lies inside ±margin: equivalent, by two one-sided tests at (1 − COVERAGE) / 2.
+
+        An interval that merely contains 0 says nothing of the kind.
+        """
+        return self.seeds > 1 and not self.is_flat and -margin < self.low and self.high < margin
+
 
 def difference(values: Mapping[int | None, float], baseline: Mapping[int | None, float]) -> Estimate | None:
     """Return the difference from a baseline over common seeds, None without any."""
@@ -55,14 +72,14 @@ def difference(values: Mapping[int | None, float], baseline: Mapping[int | None,
 
 
 def find(groups: Sequence[Group], run: str | os.PathLike[str]) -> Group:
-    """Return the group of a run's folder, `--baseline`.
+    """Return the group of a run's folder or of a label, `--baseline`.
 
     Raises:
       UserError: no run is the baseline.
     """
     place = Path(run).resolve()
     for group in groups:
-        if any(own.folder.resolve() == place for own in group.runs):
+        if group.label == str(run) or any(own.folder.resolve() == place for own in group.runs):
             return group
     raise UserError(f"--baseline={run} is none of the runs; name one of those that are compared")
 

@@ -5,7 +5,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,6 +95,8 @@ class RunData:
     """What it took from another run's checkpoint, None if nothing, as in origin.json."""
     changes: Sequence[Mapping[str, Any]] = ()
     """Fields changed on resuming, as in changes.json."""
+    versions: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Versions of packages, and the `machine` in a study's record. Empty if unknown."""
 
     @property
     def seed(self) -> int | None:
@@ -142,7 +144,8 @@ def load_run(folder: str | os.PathLike[str]) -> RunData:
     command = "" if config is None else str(config.get("command", ""))
     fields = None if config is None else by_field(fields_of(config))
     past = {"origin": read_note(folder, ORIGIN_FILE), "changes": read_changes(folder)}
-    return RunData(folder=Path(folder), rows=rows, config=fields, command=command, **past)
+    made_by = {} if config is None else config.get("versions", {})
+    return RunData(folder=Path(folder), rows=rows, config=fields, command=command, versions=made_by, **past)
 
 
 def group_runs(runs: Sequence[RunData]) -> list[Group]:
@@ -232,11 +235,16 @@ def collapse(rewards: Float[np.ndarray, " N"]) -> int | None:
     A run collapses when the mean reward of the last COLLAPSE_WINDOW iterations, or of all if fewer, falls below half of
     its highest value so far. Later recovery does not count.
     """
-    sums, end = np.cumsum([0.0, *rewards]), np.arange(1, len(rewards) + 1)
-    first = np.maximum(end - COLLAPSE_WINDOW, 0)
-    means = (sums[end] - sums[first]) / (end - first)
+    means = moving_means(rewards)
     below = np.flatnonzero(means < np.maximum.accumulate(means) / 2)
     return int(below[0]) + 1 if len(below) else None
+
+
+def moving_means(rewards: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
+    """Return the mean of the last COLLAPSE_WINDOW iterations, or of all if fewer, at each."""
+    sums, end = np.cumsum([0.0, *rewards]), np.arange(1, len(rewards) + 1)
+    first = np.maximum(end - COLLAPSE_WINDOW, 0)
+    return (sums[end] - sums[first]) / (end - first)
 
 
 def first_and_last(found: Curve, name: str) -> tuple[np.ndarray, np.ndarray]:

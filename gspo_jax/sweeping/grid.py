@@ -56,6 +56,8 @@ class SweepRun:
     config: ConfigDict
     cold: ColdStart | None
     """None if the run starts from `model.folder`."""
+    varied: tuple[str, ...] = ()
+    """Config fields, by dotted name, in which runs of the comparison differ."""
 
     @property
     def command(self) -> list[str]:
@@ -233,7 +235,8 @@ def _page(words: Sequence[str], comparison: Comparison, folder: Path) -> Page:
             cold = None
             if not config.model.folder:
                 cold = ColdStart(folder=folder / f"coldstart-{config.seed}-{coldstart.digest(config)}", words=made)
-            runs.append(SweepRun(name=name, folder=folder / name, words=made, config=config, cold=cold))
+            own: dict[str, Any] = {"words": made, "config": config, "cold": cold, "varied": tuple(varied)}
+            runs.append(SweepRun(name=name, folder=folder / name, **own))
     report = folder / "report" / comparison.name
     return Page(title=comparison.title or comparison.name, panels=comparison.panels, folder=report, runs=runs)
 

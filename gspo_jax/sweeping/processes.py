@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,11 +42,12 @@ class _Child:
 class Children:
     """Child processes that train runs, a cold start before the first run that needs it."""
 
-    def __init__(self, runs: Sequence[SweepRun], *, jobs: int, logs: Path):
-        """Train at most `jobs` of these runs at a time.
+    def __init__(self, runs: Sequence[SweepRun], *, jobs: int, logs: Path, keep: Callable[[SweepRun], None]):
+        """Train at most `jobs` of these runs at a time, and `keep` each that has finished.
 
         A single job's output goes where the sweep's goes, the output of several to files in `logs`.
         """
+        self._keep = keep
         self._waiting, self._count = list(runs), len(runs)
         self._jobs, self._logs = jobs, logs
         self._grace_s = FORCED_S + max((run.config.processes.grace_s for run in runs), default=0)
@@ -124,7 +125,9 @@ class Children:
         with child.ended as folder:
             saved = (Path(folder) / STOPPED_FILE).exists()
         if code == 0 and (task.is_done() if isinstance(task, SweepRun) else task.folder.exists()):
-            self._done += isinstance(task, SweepRun)
+            if isinstance(task, SweepRun):
+                self._done += 1
+                self._keep(task)
             _say(f"{task.name}: finished" + (f", {self._done} of {self._count}" if isinstance(task, SweepRun) else ""))
         elif code == 0 and saved and isinstance(task, SweepRun):
             _say(f"{task.name}: stopped, and saved")

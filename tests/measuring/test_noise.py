@@ -60,7 +60,7 @@ def test_moments_of_groups_add_up_and_nothing_has_no_variance():
     np.testing.assert_allclose([x.sum() for x in parts], [x[0] for x in whole], rtol=1e-12)
     nothing = ratios.where(np.zeros_like(ratios.mask))
     assert decomposition.split(nothing.moments(4)) == (0, 0, 0, 0)
-    assert decomposition.split(nothing.moments(4)).share == 0
+    assert np.isnan(decomposition.split(nothing.moments(4)).share), "a share of nothing"
     one = LogRatios.of(np.zeros((1, 1)), np.full((1, 1), 0.5), np.full((1, 1), 2.0), np.ones((1, 1), bool))
     assert decomposition.split(one.moments(1)) == (0, 0, 0, 0), "one number does not vary"
 
@@ -91,7 +91,7 @@ def test_an_interval_is_the_percentiles_of_groups_drawn_anew():
     assert found == pytest.approx(np.quantile(shares, [0.025, 0.975]))
     nothing = np.zeros((8, 3))
     still = LogRatios.of(nothing, nothing, nothing, np.ones((8, 3), bool)).moments(4)
-    assert decomposition.share_interval(still, seed=0) == (0.0, 0.0)
+    assert np.isnan(decomposition.share_interval(still, seed=0)).all()
 
 
 def test_flips_are_compared_where_tokens_are_predicted():
@@ -105,11 +105,11 @@ def test_flips_are_compared_where_tokens_are_predicted():
     assert found.old.tolist() == [[[[False, False]], [[False, True]]]]
     assert found.count.tolist() == [[0, 1]]
     ratios = LogRatios.of(np.zeros((1, 2)), np.zeros((1, 2)), np.array([[0.5, 2.0]]), np.ones((1, 2), bool))
-    by_flips = decomposition.by_flips(ratios, found)
+    by_flips = decomposition.by_flips(ratios, found, group_size=1)
     assert [one["tokens"] for one in by_flips[:3]] == [1, 1, 0]
     assert [one["routes_squared"] for one in by_flips[:3]] == [0.25, 4.0, 0.0]
-    assert [one["tokens"] for one in decomposition.by_rank(ratios, found)] == [0, 1]
-    shares = decomposition.by_probability(ratios, found, (0.0, 0.2, 0.3))
+    assert [one["tokens"] for one in decomposition.by_rank(ratios, found, group_size=1)] == [0, 1]
+    shares = decomposition.by_probability(ratios, found, (0.0, 0.2, 0.3), group_size=1)
     assert [one["tokens"] for one in shares] == [0, 1] and shares[1]["routes_squared"] == 4.0
     unknown = decomposition.flips(np.full_like(old, -1), new, np.array([1]), prompt_columns=2)
     assert unknown.count.sum() == 0 and unknown.probability is None
@@ -157,28 +157,55 @@ def test_tokens_are_classed_by_the_number_the_rank_and_the_probability_of_what_t
     mask = np.ones((1, 4), bool)
     ratios = LogRatios.of(np.zeros((1, 4)), np.array([[1.0, 2, 3, 4]]), np.array([[2.0, 4, 6, 8]]), mask)
 
-    counts = decomposition.by_flips(ratios, found)
+    counts = decomposition.by_flips(ratios, found, group_size=1)
     assert [one["flips"] for one in counts] == list(range(9)) and counts[0]["weights_squared"] == 1
     assert {one["flips"]: one["routes_squared"] for one in counts if one["tokens"]} == {0: 1, 1: 16, 2: 4, 8: 9}
-    ranks = decomposition.by_rank(ratios, found)
+    ranks = decomposition.by_rank(ratios, found, group_size=1)
     assert [one["rank"] for one in ranks] == list(range(1, 10))
     assert {one["rank"]: one["routes_squared"] for one in ranks if one["tokens"]} == {1: 9, 3: 4, 9: 16}
-    shares = decomposition.by_probability(ratios, found, (0.0, 0.1, 0.2, 0.4, 0.5))
+    shares = decomposition.by_probability(ratios, found, (0.0, 0.1, 0.2, 0.4, 0.5), group_size=1)
     assert [(one["above"], one["up_to"]) for one in shares] == [(0, 0.1), (0.1, 0.2), (0.2, 0.4), (0.4, 0.5)]
     assert [one["routes_squared"] for one in shares] == [16, 4, 0, 9]
-    still = decomposition.by_flips(ratios, decomposition.Flips(np.zeros_like(old), None))[0]
+    still = decomposition.by_flips(ratios, decomposition.Flips(np.zeros_like(old), None), group_size=1)[0]
     assert (still["tokens"], still["weights_squared"], still["routes_squared"]) == (4, 7.5, 7.5)
 
 
 def test_positions_divide_the_responses():
     ratios = some(4, rows=16)
     for parts, edges in ((3, [0, 1, 2, 3]), (2, [0, 2, 3])):
-        found = decomposition.by_position(ratios, parts=parts)
+        found = decomposition.by_position(ratios, parts=parts, group_size=4)
         for low, high, one in zip(edges[:-1], edges[1:], found, strict=True):
             values = ratios.whole[:, low:high][ratios.mask[:, low:high]]
             assert (one["from"], one["to"], one["tokens"]) == (low, high, len(values))
             assert one["whole"] == pytest.approx(np.var(values))
             assert one["share"] * one["whole"] == pytest.approx(one["routes"] + one["covariance"] / 2)
+            assert one["interval"][0] < one["share"] < one["interval"][1]
+
+
+def test_classes_have_intervals_over_groups_and_one_member_has_none():
+    ratios = some(5, rows=400)
+    drawn = decomposition.by_flips(ratios, decomposition.Flips(np.zeros((400, 3, 1, 2), bool), None), group_size=4)
+    low, high = drawn[0]["interval"]
+    square = drawn[0]["routes_squared"]
+    assert low < square < high and square == pytest.approx((ratios.routes[ratios.mask] ** 2).mean())
+    assert high - low < 0.5 * square and np.isnan(drawn[1]["interval"]).all()
+    layer = decomposition.of_layer(ratios.moments(4))
+    assert layer["interval"][0] < layer["routes"] < layer["interval"][1]
+
+
+def test_means_over_more_tokens_vary_as_their_dependence_says():
+    mask, zeros = np.ones((4000, 64), bool), np.zeros((4000, 64))
+    mask[:1000, 32:] = False
+    random = np.random.default_rng(2)
+    weights, routes = random.normal(size=mask.shape), np.repeat(random.normal(size=(4000, 1)), 64, axis=1)
+    found = decomposition.by_length(LogRatios.of(zeros, weights, weights + routes, mask), (4, 16, 64, 256))
+    assert [(one["tokens"], one["responses"]) for one in found] == [(4, 4000), (16, 4000), (64, 3000)]
+    for one in found:
+        assert one["weights"] == pytest.approx(1 / one["tokens"], rel=0.1) and one["routes"] == pytest.approx(
+            1, rel=0.1
+        )
+        assert one["effective_tokens"] == pytest.approx(2 / (1 + 1 / one["tokens"]), rel=0.1)
+    assert decomposition.by_length(LogRatios.of(zeros, zeros, zeros, mask), (4,))[0]["whole"] == 0
 
 
 @pytest.mark.parametrize("text", ["", "-1,1", "2,1", "1,1", "1;2", "one"])
