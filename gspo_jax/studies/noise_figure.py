@@ -120,11 +120,11 @@ def _by_updates(point: Callable[[Facts], tuple[float | None, Sequence[float]]]) 
     def fill(axes: "Axes", facts: Facts, color: str) -> None:
         from matplotlib.ticker import NullLocator
 
-        x = [one["updates"] for one in facts["after"]]
-        known = [(one["updates"], *point(one)) for one in facts["after"] if point(one)[0] is not None]
+        points = [(one["updates"], *point(one)) for one in facts["after"]]
+        known = [(x, share, interval) for x, share, interval in points if share is not None]
         _bars(axes, known, color)
         axes.set_xscale("symlog", base=2, linthresh=1)
-        axes.set_xticks(x, [str(count) for count in x])
+        axes.set_xticks([x for x, *_ in points], [str(x) for x, *_ in points])
         axes.xaxis.set_minor_locator(NullLocator())
         _percent(axes)
 
@@ -137,9 +137,9 @@ def _share_of_routes(level: str) -> Callable[["Axes", Facts, str], None]:
 
 def _bars(axes: "Axes", points: Sequence[tuple[float, float, Sequence[float]]], color: str, **style: Any) -> None:
     """Draw points (x, y, interval of y) with a line."""
-    x, y, between = ([point[part] for point in points] for part in range(3))
-    error = [[abs(value - interval[side]) for value, interval in zip(y, between, strict=True)] for side in (0, 1)]
-    axes.errorbar(x, y, yerr=error, color=color, **{"marker": "o", "capsize": 3} | style)
+    error = [[abs(y - interval[side]) for _, y, interval in points] for side in (0, 1)]
+    x, values = [x for x, _, _ in points], [y for _, y, _ in points]
+    axes.errorbar(x, values, yerr=error, color=color, **{"marker": "o", "capsize": 3} | style)
 
 
 def _layers(axes: "Axes", facts: Facts, color: str) -> None:

@@ -66,8 +66,9 @@ def test_value_and_gradient_are_those_of_the_gate(name):
     weights = mask / mask.sum(1, keepdims=True) / B
 
     def loss(logprobs):
-        others = {"old_logprobs": b.old_logprobs, "mask": b.mask, "advantages": b.advantages[:, 0]}
-        return objectives.loss(objective, logprobs, **others)[0]
+        return objectives.loss(
+            objective, logprobs, old_logprobs=b.old_logprobs, mask=b.mask, advantages=b.advantages[:, 0]
+        )[0]
 
     value, gradient = jax.value_and_grad(loss)(b.logprobs)
     assert value == pytest.approx(-(weights * np.exp(np.where(gate, 0.0, used)) * advantages).sum(), rel=1e-12)
