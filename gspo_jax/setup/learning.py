@@ -152,7 +152,7 @@ def why_recomputed(config: ConfigDict) -> str:
         return f"{says}: mismatch.correction weighs them against the sampler's"
     objective = make_objective(config)
     if config.mismatch.center and objective.level == "token":
-        return f"{says}: mismatch.center centres what no ratio to the sampler weighs"
+        return f"{says}: mismatch.center is for tokens that no ratio to the sampler weighs"
     if objective.by_energy:
         return f"{says}: the trainer scores responses anyway, for the energies of the advantage"
     dtypes = (sampling.weights_dtype or config.model.dtype, sampling.cache_dtype or config.model.dtype)

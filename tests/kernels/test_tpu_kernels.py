@@ -320,15 +320,15 @@ def decode(target, name, dtype, cache_dtype=None, queries=1):
 
 
 def vocabulary(target, name, dtype):
-    """Compile the sums of a row's softmaxes over 151,936 tokens."""
+    """Compile the sums of a row's softmaxes over 151,936 tokens, with the logits of 20 ids each."""
     mesh, tokens = topology.topology_mesh(target, {"fsdp": -1}), PACKED[name]
     one, spec = of_mesh(mesh), PartitionSpec(mesh_lib.BATCH_AXES)
     hidden, head = one((tokens * mesh.size, D), dtype, "batch"), one((D, 151936), dtype)
-    targets = one((tokens * mesh.size,), jnp.int32, "batch")
+    targets, ids = (one((tokens * mesh.size, *more), jnp.int32, "batch") for more in ((), (20,)))
     with jax.set_mesh(mesh):
         run = partial(softmax_sums, temperature=0.9)
-        run = jax.shard_map(run, in_specs=(spec, PartitionSpec(), spec), out_specs=spec, check_vma=False)
-        return read(topology.lower(run, hidden, head, targets).compile())
+        run = jax.shard_map(run, in_specs=(spec, PartitionSpec(), spec, spec), out_specs=spec, check_vma=False)
+        return read(topology.lower(run, hidden, head, targets, ids).compile())
 
 
 def decode_int8(target, name, dtype):
