@@ -237,6 +237,9 @@ def base() -> ConfigDict:
     # Off-policy sequence mask: a response with a negative advantage has no gain if its mean log μ − log π_θ per token
     # exceeds this many nats (μ: sampler's policy, π_θ: the update's). None: off.
     config.mismatch.negative_mask = placeholder(float)
+    # Iterations between measurements of the bias that the mismatch gives gradients (`noise/bias…`, before the updates;
+    # with B mini-batches, 8 / B or at least one forward and backward passes over the batch). 0: none.
+    config.mismatch.bias_every = 0
     config.mismatch.update(_sections(mismatch))
 
     config.training = ConfigDict()
@@ -457,6 +460,7 @@ RANGES = {
     "reward_model.form": _one_of("classify", "pooling", "score", "sglang"),
     "overlong.penalty": NOT_NEGATIVE,
     "mismatch.negative_mask": NOT_NEGATIVE,
+    "mismatch.bias_every": COUNT_OR_0,
     "overlong.cache": COUNT_OR_0,
     "routing.replay": _one_of("none", "r2", "r3"),
     "routing.balance_weight": NOT_NEGATIVE,
