@@ -3,7 +3,7 @@
     python -m gspo_jax.bias --config=configs/tiny.py --workdir=runs/tiny --updates=4 --out=runs/tiny/bias
 
 Samples the run's first prompts with its newest checkpoint. The tokens have a mean score under the trainer, which is 0
-but for the mismatch (measuring/bias.py). On their prefixes each source alone gives a policy q, with a mean score that is
+but for the mismatch (measuring/bias.py). On their prefixes each source alone gives a policy q, whose mean score is
 exact in the next token:
 
     rounding    the sampler's weights, with the trainer's routes
@@ -88,7 +88,7 @@ def run(config: ConfigDict, workdir: str, updates: int) -> dict[str, Any]:
         "tokens": int(found[SAMPLED].tokens.sum()),
         "score_std": math.sqrt(variance),
         **facts,
-        "sources": [{"source": source} | described(one, variance, tensors) for source, one in found.items()],
+        "sources": [described(source, one, variance, tensors) for source, one in found.items()],
     }
 
 
@@ -129,11 +129,12 @@ def own_routes(made: Engine, weights: Weights, batch: Batch) -> Int[Array, "M Q 
     return batch.rollout.routes.experts if record is None else record.experts  # a dense policy has none of either
 
 
-def described(found: Measured, variance: float, tensors: list[str]) -> dict[str, Any]:
+def described(source: str, found: Measured, variance: float, tensors: list[str]) -> dict[str, Any]:
     """Return a measurement's facts, in units of the variance of the sampled tokens' scores."""
     bias = found.bias.over(variance)
     return {
-        "kl": float(-found.values.sum() / found.tokens.sum()),
+        "source": source,
+        "kl": None if source == SAMPLED else float(-found.values.sum() / found.tokens.sum()),
         **_facts(bias),
         "tokens_to_dominate": None if math.isnan(tokens := meter.tokens_to_dominate(bias)) else tokens,
         "head": _facts(found.of_head.over(variance)),

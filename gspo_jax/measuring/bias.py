@@ -113,8 +113,8 @@ def of_sampled(engine: Engine, weights: Weights, batch: Batch) -> Measured:
 
 def measure(of_block: SketchFn, engine: Engine, batch: Batch) -> Measured:
     """Return what `of_block(index, part, parts)` finds in every block of a packed batch, on every host."""
-    count, groups = engine.minibatches, len(batch.lengths) // engine.config.sampling.group_size
-    parts = max(1, min(groups // count, -(-BLOCKS // count)))
+    count, groups = engine.minibatches, batch.packing.size // engine.config.sampling.group_size
+    parts = min(groups, -(-BLOCKS // count))
     with jax.set_mesh(engine.meshes.trainer):
         found = [hosts.allgather(of_block(i, part, parts)) for i in range(count) for part in range(parts)]
     gradients, head, values, tokens = (

@@ -18,8 +18,8 @@ COLUMN, ROW, LABELS = 4.6, 3.2, 1.45
 HEADLINE = "The bias that sampler-trainer mismatch gives a policy gradient, by source"
 HOW_TO_READ = (
     "Bias b: the mean score of a token, 0 if tokens are sampled from the trainer's policy. V: the variance of a mean "
-    "score times its tokens, so with V / |b|² tokens a gradient's bias is as large as its noise. Bars are 95% intervals "
-    "over prompts. Estimates that are not positive are left out."
+    "score times its tokens, so with V / |b|² tokens a gradient's bias is as large as its noise. Bars are 95% "
+    "intervals over prompts. Estimates that are not positive are left out."
 )
 LEAST = 1e-12
 """Of |b|² / V that is shown: below is rounding."""
@@ -46,7 +46,9 @@ def table(facts: Facts) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _number(value: float) -> str:
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
     return "0" if abs(value) < LEAST else f"{value:.1e}"
 
 
@@ -96,7 +98,7 @@ def _biases(axes: "Axes", facts: Facts) -> None:
 
 def _divergences(axes: "Axes", facts: Facts) -> None:
     _rows(axes, facts)
-    shown = {one["source"]: one["kl"] for one in facts["sources"] if one["kl"] > LEAST}
+    shown = {one["source"]: one["kl"] for one in facts["sources"] if (one["kl"] or 0) > LEAST}
     axes.plot(list(shown.values()), [_places(facts)[source] for source in shown], "o", color=PALETTE[1])
     axes.set_xscale("log")
 
