@@ -21,8 +21,8 @@ HOW_TO_READ = (
     "score times its tokens, so with V / |b|² tokens a gradient's bias is as large as its noise. Bars are 95% "
     "intervals over prompts. Estimates that are not positive are left out."
 )
-LEAST = 1e-12
-"""Of |b|² / V that is shown: below is rounding."""
+LEAST, LEAST_KL = 1e-12, 1e-9
+"""Of |b|² / V, and of a KL in nats, that is shown: below is rounding."""
 KINDS = {"head": "head", "embed": "embedding", "router": "router", "norm": "norms", "attention": "attention"}
 """Words in a tensor's name and what it belongs to, the first that fits."""
 REST = "feed-forward"
@@ -31,25 +31,22 @@ REST = "feed-forward"
 def table(facts: Facts) -> str:
     """Format the sources as a markdown table."""
     lines = [
-        "| source | KL(q ‖ π), nats per token | bias: \\|b\\|² / V | p | tokens at which it is the noise "
-        "| in the head |",
+        "| source | KL(q ‖ π), nats per token | bias: \\|b\\|² / V | p | tokens at which bias equals noise "
+        "| its part in the head |",
         "|---|---|---|---|---|---|",
     ]
     for one in facts["sources"]:
         low, high = one["interval"]
-        tokens = one["tokens_to_dominate"]
-        known = tokens is not None and one["bias"] > LEAST
-        lines.append(
-            f"| {one['source']} | {_number(one['kl'])} | {_number(one['bias'])} [{_number(low)}, {_number(high)}] "
-            f"| {one['p']:.2g} | {f'{tokens:,.0f}' if known else ''} | {_number(one['head']['bias'])} |"
-        )
+        cells = [one["source"], "" if one["kl"] is None else _number(one["kl"], LEAST_KL)]
+        cells += [f"{_number(one['bias'])} [{_number(low)}, {_number(high)}]"]
+        cells += [f"{one['p']:.2g}" if abs(one["bias"]) > LEAST else ""]
+        cells += [f"{one['tokens_to_dominate']:,.0f}" if one["bias"] > LEAST else "", _number(one["head"]["bias"])]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _number(value: float | None) -> str:
-    if value is None:
-        return ""
-    return "0" if abs(value) < LEAST else f"{value:.1e}"
+def _number(value: float, least: float = LEAST) -> str:
+    return "0" if abs(value) < least else f"{value:.1e}"
 
 
 def draw_all(facts: Facts, folder: Path) -> None:
@@ -98,7 +95,7 @@ def _biases(axes: "Axes", facts: Facts) -> None:
 
 def _divergences(axes: "Axes", facts: Facts) -> None:
     _rows(axes, facts)
-    shown = {one["source"]: one["kl"] for one in facts["sources"] if (one["kl"] or 0) > LEAST}
+    shown = {one["source"]: one["kl"] for one in facts["sources"] if (one["kl"] or 0) > LEAST_KL}
     axes.plot(list(shown.values()), [_places(facts)[source] for source in shown], "o", color=PALETTE[1])
     axes.set_xscale("log")
 
