@@ -50,7 +50,8 @@ class Bias(NamedTuple):
 
     def over(self, variance: float) -> "Bias":
         """Return this in units of a variance."""
-        return Bias(*(x / variance for x in self[:4]), self.p)
+        squared, low, high, own = (x / variance for x in self[:4])
+        return Bias(squared, low, high, own, self.p)
 
 
 class Measured(NamedTuple):
@@ -78,7 +79,7 @@ class Measured(NamedTuple):
 def estimate(sums: Float[np.ndarray, "J k"], tokens: Int[np.ndarray, " J"]) -> Bias:
     """Return the bias from blocks' sums of scores; NaN with tokens in fewer than FEWEST blocks."""
     own = tokens > 0
-    sums, tokens, count = sums[own].astype(np.float64), tokens[own].astype(np.float64), own.sum()
+    sums, tokens, count = sums[own].astype(np.float64), tokens[own].astype(np.float64), int(own.sum())
     if count < FEWEST:
         return Bias(*[math.nan] * 5)
     different = ~np.eye(count, dtype=bool)

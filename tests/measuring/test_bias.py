@@ -120,7 +120,7 @@ def test_an_estimate_by_hand_and_of_too_few_blocks():
 
 
 def test_a_sketch_keeps_inner_products():
-    rng, errors = np.random.default_rng(0), []
+    rng, errors, one, two = np.random.default_rng(0), [], np.zeros(()), np.zeros(())
     for shape in ((300, 200), (2, 3, 70, 64)):
         for _ in range(20):
             one, two = (rng.normal(size=shape).astype(np.float32) for _ in range(2))
