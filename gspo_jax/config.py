@@ -248,6 +248,9 @@ def base() -> ConfigDict:
     # Score centring over the sampler's kept ids, which needs sampling.keep_top: takes out what the mean score of tokens
     # drawn by another policy adds to the gradient.
     config.mismatch.center = False
+    # Iterations between measurements of the bias that the mismatch gives gradients (`noise/bias…`, before the updates;
+    # with B mini-batches, 8 / B or at least one forward and backward passes over the batch). 0: none.
+    config.mismatch.bias_every = 0
     config.mismatch.update(_sections(mismatch))
 
     config.training = ConfigDict()
@@ -469,6 +472,7 @@ RANGES = {
     "reward_model.form": _one_of("classify", "pooling", "score", "sglang"),
     "overlong.penalty": NOT_NEGATIVE,
     "mismatch.negative_mask": NOT_NEGATIVE,
+    "mismatch.bias_every": COUNT_OR_0,
     "overlong.cache": COUNT_OR_0,
     "routing.replay": _one_of("none", "r2", "r3", "r3w"),
     "routing.balance_weight": NOT_NEGATIVE,

@@ -1,5 +1,6 @@
 """Log-probs, entropies and divergences of token distributions from hidden states, without a [B, T, V] array."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -117,16 +118,54 @@ def divergences(
     gradient in logit l_j is p_j (f_j − KL) / temperature if U ≥ V. Logits of both exist for about `chunk` tokens at
     once, in the backward pass too, which recomputes them. Outputs are float32.
     """
-    other_hidden, other_head = jax.lax.stop_gradient((other_hidden, other_head))
-    split, join = _chunks(hidden.shape[:2], chunk)
     both = min(head.shape[1], other_head.shape[1])
 
-    def one(h: Array, other: Array) -> Array:
-        log_p, log_q = (
-            jax.nn.log_softmax(matmul(x, w, dtype=jnp.float32) / temperature)[..., :both]
-            for x, w in ((h, head), (other, other_head))
-        )
+    def kl(logits: Array, other: Array) -> Array:
+        log_p, log_q = (jax.nn.log_softmax(x)[..., :both] for x in (logits, other))
         return (jnp.exp(log_p) * (log_p - log_q)).sum(axis=-1)
+
+    return _compared(kl, hidden, head, other_hidden, other_head, temperature, chunk)
+
+
+def forward_divergences(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "D V"],
+    other_hidden: Float[Array, "B T E"],
+    other_head: Float[Array, "E V"],
+    *,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    kept: Callable[[Float[Array, "N V"]], Float[Array, "N V"]] | None = None,
+) -> Float[Array, "B T"]:
+    """Return KL(q ‖ p) = Σ_v q_v (log q_v − log p_v) of the distributions of `divergences`, with q constant.
+
+    `kept` sets logits / temperature of q to -inf where q is 0. Minus the gradient is q's expectation of the score,
+    Σ_v q_v ∇ log p_v: (q_j − p_j) / temperature in logit l_j.
+    """
+
+    def kl(logits: Array, other: Array) -> Array:
+        other = other if kept is None else kept(other.reshape(-1, other.shape[-1])).reshape(other.shape)
+        log_p, log_q = jax.nn.log_softmax(logits), jax.nn.log_softmax(other)
+        return jnp.where(log_q > -jnp.inf, jnp.exp(log_q) * (log_q - log_p), 0).sum(axis=-1)
+
+    return _compared(kl, hidden, head, other_hidden, other_head, temperature, chunk)
+
+
+def _compared(
+    compare: Callable[[Array, Array], Array],
+    hidden: Array,
+    head: Array,
+    other_hidden: Array,
+    other_head: Array,
+    temperature: float,
+    chunk: int,
+) -> Array:
+    """Compare two models' logits / temperature, the other's constant, in chunks that the backward pass recomputes."""
+    other_hidden, other_head = jax.lax.stop_gradient((other_hidden, other_head))
+    split, join = _chunks(hidden.shape[:2], chunk)
+
+    def one(h: Array, other: Array) -> Array:
+        return compare(*(matmul(x, w, dtype=jnp.float32) / temperature for x, w in ((h, head), (other, other_head))))
 
     def step(_: None, xs: tuple[Array, Array]) -> tuple[None, Array]:
         return None, jax.checkpoint(one, prevent_cse=False)(*xs)

@@ -318,6 +318,22 @@ def _check_learning(config: ConfigDict, objective: Objective) -> None:
             f"mismatch.center is True and training.old_logprobs 'sampler': {objective.name}'s ratio then weighs each "
             "token by π_θ/μ, whose mean score is 0 already; set training.old_logprobs to 'recompute'"
         )
+    if config.mismatch.bias_every:
+        _check_bias_meter(config)
+
+
+def _check_bias_meter(config: ConfigDict) -> None:
+    every, prompts, rounds = config.mismatch.bias_every, config.data.prompts_per_batch, config.sampling.rounds
+    if prompts < 3:
+        raise UserError(
+            f"mismatch.bias_every is {every}, which compares 3 or more groups of a batch, and data.prompts_per_batch "
+            f"is {prompts}; use at least 3, or 0 for no measurement"
+        )
+    if rounds > 1:
+        raise UserError(
+            f"mismatch.bias_every is {every}, and sampling.rounds {rounds} keeps groups by their rewards, which alone "
+            "gives scores a mean; use rounds 1, or 0 for no measurement"
+        )
 
 
 def _check_adapters(config: ConfigDict) -> None:
