@@ -62,6 +62,8 @@ LONGEST_FIRST = (
     "test_episodes",
     "test_dispatch",
     "test_transformer",
+    "test_notebooks",
+    "test_real_model",
 )
 """Test files that take long in one of the tiers; they start first so that none runs alone at the end."""
 
@@ -88,6 +90,16 @@ def release_programs() -> Iterator[None]:
         _counted, mappings = time.process_time(), Path("/proc/self/maps")
         if mappings.exists() and mappings.read_bytes().count(b"\n") > MOST_MAPPINGS:
             jax.clear_caches()
+
+
+@pytest.fixture
+def one_device(monkeypatch) -> None:
+    """Have meshes consist of one device, as those of `single` of configs/tiny.py in a process of its own.
+
+    Compiling for it takes less than half of the time.
+    """
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: first)
 
 
 @pytest.fixture(scope="session")

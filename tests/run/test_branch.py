@@ -329,8 +329,10 @@ def test_adapters_are_taken_beside_their_base(adder, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
 def test_a_critic_is_taken_left_behind_or_made(adder, tmp_path, capsys):
-    config = copied(adder, objective__name="ppo", critic__trunk="policy")
+    without = copied(adder, mesh__data=1, mesh__fsdp=1, mesh__expert=1)
+    config = copied(without, objective__name="ppo", critic__trunk="policy")
     train(config, tmp_path / "a")
     theirs = state_of(tmp_path / "a" / "checkpoints", 1)
     train(config, tmp_path / "both", begin_from=str(tmp_path / "a"))
@@ -340,7 +342,7 @@ def test_a_critic_is_taken_left_behind_or_made(adder, tmp_path, capsys):
     for name in critics:
         np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
     capsys.readouterr()
-    train(adder, tmp_path / "without", begin_from=str(tmp_path / "a"))
+    train(without, tmp_path / "without", begin_from=str(tmp_path / "a"))
     assert "the critic is left behind" in capsys.readouterr().out
     train(config, tmp_path / "again", begin_from=str(tmp_path / "without"))
     assert "the critic is new, with the taken weights: it has no critic" in " ".join(capsys.readouterr().out.split())

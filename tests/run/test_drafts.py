@@ -32,6 +32,7 @@ def config_of(draft: str, folder: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
 def test_drafts_change_no_iteration(tmp_path):
     for draft in ("none", "history"):
         train(config_of(draft, tmp_path), tmp_path / draft)

@@ -43,6 +43,7 @@ def settings(data: Path, student: Path, **fields) -> ConfigDict:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
 def test_a_run_without_rewards_resumes_with_the_same_teacher_alone(data, blurred, tmp_path, capsys):
     """By the exact KL, with gspo, one response to a prompt and no evaluation."""
     taught_by = shutil.copytree(ADDER, tmp_path / "teacher")
@@ -94,6 +95,7 @@ def held_out_kl(config: ConfigDict, workdir: Path | None) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
 def test_a_teacher_lifts_a_policy(data, blurred, tmp_path):
     """Its held-out KL to the teacher falls to less than half in 20 updates."""
     config = settings(data, blurred, iterations=20, training__minibatches=1, teacher__form="advantage")
