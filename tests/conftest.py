@@ -93,13 +93,12 @@ def release_programs() -> Iterator[None]:
 
 
 @pytest.fixture
-def one_device(monkeypatch) -> None:
-    """Have meshes consist of one device, as those of `single` of configs/tiny.py in a process of its own.
+def one_device() -> Iterator[None]:
+    """As `tests.tiny.on_one_device`."""
+    from tests.tiny import on_one_device
 
-    Compiling for it takes less than half of the time.
-    """
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *_: first)
+    with on_one_device():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -245,7 +245,7 @@ def warnings(said: str) -> list[str]:
 def test_settings_and_batches_that_teach_nothing_are_warned_of_once(data, tmp_path, capsys):
     config = settings(data, arg="single,runlocal", model__folder=str(ADDER), sampling__group_size=1)
     config.objective.gspo.low = 0.2
-    config.data.prompts_per_batch = config.sampling.slots = 16
+    config.data.prompts_per_batch, config.sampling.slots = 16, 4
     config.environment.name = "calculator"
     train(config, tmp_path / "run")
     said = warnings(capsys.readouterr().out)

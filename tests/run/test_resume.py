@@ -91,7 +91,7 @@ def test_adapters_on_a_mixture_resume_with_unfinished_episodes_to_the_same_bits(
     base = shutil.copytree(ROOT / "tests" / "golden" / "adder", tmp_path / "base")
     settings = {"model.folder": base, "iterations": ITERATIONS, "checkpoint.every": 1, "reference.kl_weight": 0.01}
     settings |= {"adapter.rank": 4, "adapter.expert_rank": 2, "optimizer.learning_rate": 1e-2}
-    settings |= {"adapter.base_dtype": "int8"}
+    settings |= {"adapter.base_dtype": "int8", "sampling.slots": 8}
 
     def mixed(workdir: Path) -> list[str]:
         return ["-m", "gspo_jax.train", *train_flags(str(tmp_path / "mixture.py"), workdir, settings)]
@@ -382,6 +382,7 @@ def test_hyper_parameters_change_together_and_every_change_is_noted(tmp_path, ca
     config = cli.load_config(f"{ROOT}/tests/pod_config.py:single")
     config.update_from_flattened_dict(
         {"model.folder": str(model), "data.data_dir": str(tmp_path / "data"), "iterations": 1, "eval.every": 100}
+        | {"sampling.slots": 4}
     )
     train(config, tmp_path / "run")
     changed = {"optimizer.learning_rate": 5e-5, "optimizer.b1": 0.8, "optimizer.weight_decay": 0.1}
