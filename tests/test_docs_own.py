@@ -142,7 +142,7 @@ def trained(tmp_path_factory) -> Path:
         "together": (dense, ["--config=examples/dataset.py", *together, *small]),
         "mixture": (dense, [*mixture, *style, *objective, "--config.data.max_prompt_length=64"]),
         "taught": (dense, [*distillation, *small]),
-        "own": (ADDER, [tiny, *_examples("reward", "environment"), generated, easy]),
+        "own": (ADDER, [tiny, *_examples("reward", "environment"), generated, easy, "--config.sampling.slots=4"]),
         "game": (ADDER, [tiny, *_examples("async_reward", "game"), generated, *small]),
         "judged": (ADDER, judge),
         "compared": (ADDER, [word.replace("=examples/judge.py", "=examples/judge.py:pairwise") for word in judge]),
