@@ -141,6 +141,12 @@ def pytest_configure(config: pytest.Config) -> None:
         jaxtyping.install_import_hook(rooms, "beartype.beartype")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without a test of the chosen tier: importing all takes each worker twenty seconds."""
+    tier, is_tests = config.option.markexpr, collection_path.match("test_*.py")
+    return True if is_tests and tier in ("slow", "faults") and tier not in collection_path.read_text() else None
+
+
 def pytest_collection_finish() -> None:
     """Collect garbage less often, and never among the imports: tracing creates many objects that live long."""
     gc.collect()

@@ -34,7 +34,7 @@ from tests.pods import (
     train_flags,
     wait_for,
 )
-from tests.tiny import blurred, mostly_slow
+from tests.tiny import blurred
 
 HEARTBEAT_S, LATE_S = 5, 5
 """The heartbeat of tests/pod_config.py, and the slack that a process gets beyond it."""
@@ -46,11 +46,10 @@ FOUR = {"cpu_devices": 4, "mesh.data": 1}
 slow, faults = pytest.mark.slow, pytest.mark.faults
 
 
-@pytest.mark.parametrize("count", mostly_slow([2, 4], always=[2]))
-def test_processes_agree_on_rows_on_errors_and_on_where_to_stop(count):
+def test_processes_agree_on_rows_on_errors_and_on_where_to_stop():
     """Each takes its own rows of every global batch, also from a position in the middle."""
-    first, *_, last = run_processes(count, "-m", "tests.pod_agreement")
-    assert first == f"{count} processes agree on prompts {pod_agreement.prompt_ids()}\n"
+    first, last = run_processes(2, "-m", "tests.pod_agreement")
+    assert first == f"2 processes agree on prompts {pod_agreement.prompt_ids()}\n"
     assert re.fullmatch(r".* SIGTERM caught .*\n", last)
 
 
@@ -73,12 +72,13 @@ def test_two_processes_train_and_evaluate_as_one_does(data, tmp_path, monkeypatc
         "data.max_prompt_length": 16,
         "data.prompts_per_batch": 16,
         "data.limit": 16,
+        "eval.every": 2,
         "functions.feedback": ROOT / "tests" / "feedback.py:Feedback",
         "environment.name": "feedback",
         "step_rewards.environment": 0.5,
         "objective.turn_discount": 0.9,
         "scoring.concurrency": 2,
-        "sampling.slots": 8,
+        "sampling.slots": 16,
         "sampling.draft": "history",
         "training.old_logprobs": "recompute",
         "routing.replay": "r2",
