@@ -395,22 +395,18 @@ def cases(target):
 
     For v5p all, and the largest in float32 too; elsewhere the largest, with adapters beside experts in int8 for all of
     the grouped matmul's kernels, and drafts in int8 alone. v5e and v6e have the same cores and VMEM, and so the same
-    blocks: v5e gets a kernel of each kind, v6e the decode step's other sizes and what else is largest. v4 has the least
-    VMEM: it gets no kernel that needs little.
+    blocks: of what both would compile, v5e gets a kernel of each kind, and v6e the decode step's and the widest.
     """
     named = [(of, name) for of, names in KERNELS.items() for name in names]
     largest = [case for case in named if case in LARGEST]
     if target.startswith("v5p"):
         whole = [case for case in largest if case[0] in (experts_swiglu, turned, sums, pairs, vocabulary)]
-        whole.append((packed, "wide"))
-        return [*((*case, "bfloat16") for case in named), *((*case, "float32") for case in whole)]
+        return [*((*case, "bfloat16") for case in named), *((*case, "float32") for case in [(packed, "wide"), *whole])]
     left_out = {experts, experts_int8, decode_drafts}
     if target.startswith("v5e"):
-        left_out |= {experts_adapted, decode_int8_drafts, *((decode, name) for name in MODELS if name != "30B")}
-    else:
-        left_out |= {turned, sums, pairs, vocabulary}
+        left_out |= {decode, experts_adapted, decode_int8_drafts}
     if target.startswith("v6e"):
-        left_out |= {recurrent, decode_int8, (packed, "long"), (decode, "30B")}
+        left_out |= {recurrent, turned, sums, pairs, vocabulary, (packed, "long")}
     return [(*case, "bfloat16") for case in largest if not left_out & {case, case[0]}]
 
 
