@@ -2,8 +2,6 @@
 
 import dataclasses
 import doctest
-import json
-import os
 import re
 import shlex
 import subprocess
@@ -17,7 +15,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from examples import http_server, judge_server
-from gspo_jax import cli, references
+from gspo_jax import cli, config_files, references
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import UserError
 from gspo_jax.folder.metrics import read_metrics
@@ -31,8 +29,8 @@ from gspo_jax.setup.checks import check
 from gspo_jax.setup.fields import at
 from gspo_jax.setup.turns import TokenTurns
 from gspo_jax.tool_calls import TRIAL_TOOLS
+from tests.pods import run_commands
 from tests.servers import closed_port
-from tests.trainings import parse
 
 ROOT = Path(__file__).parents[1]
 OVERVIEW = (ROOT / "docs" / "own.md").read_text(encoding="utf-8")
@@ -97,6 +95,11 @@ def test_what_a_page_tries_in_python_comes_out(page, monkeypatch):
     assert tried.examples[-1].want
 
 
+def _config(words: list[str]) -> ConfigDict:
+    """Return the config that a command's arguments mean to gspo_jax.train."""
+    return cli.read_config(config_files.config_words(words))
+
+
 def _of_data() -> list[str]:
     """The commands of docs/data.md: rows, mixture, supervised training."""
     return re.findall(r"^```bash\n(.*?)^```", DATA, re.MULTILINE | re.DOTALL)
@@ -124,10 +127,7 @@ def _without_workdir(words: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """Return a folder with the runs of the pages' commands, by name.
-
-    Each has one iteration on one device, and all are trained in one process.
-    """
+    """Return a folder with the runs of the pages' commands, by name, each of one iteration on one device."""
     folder = tmp_path_factory.mktemp("own")
     dense, small = _dense(folder / "dense"), [f"--config.{field}" for field in SMALL]
     generated, easy = f"--config.data.data_dir={folder}/data", "--config.data.options.difficulty=easy"
@@ -142,27 +142,27 @@ def trained(tmp_path_factory) -> Path:
         "together": (dense, ["--config=examples/dataset.py", *together, *small]),
         "mixture": (dense, [*mixture, *style, *objective, "--config.data.max_prompt_length=64"]),
         "taught": (dense, [*distillation, *small]),
-        "own": (ADDER, [tiny, *_examples("reward", "environment"), generated, easy, "--config.sampling.slots=4"]),
+        "own": (ADDER, [tiny, *_examples("reward", "environment"), generated, easy]),
         "game": (ADDER, [tiny, *_examples("async_reward", "game"), generated, *small]),
         "judged": (ADDER, judge),
         "compared": (ADDER, [word.replace("=examples/judge.py", "=examples/judge.py:pairwise") for word in judge]),
     }
     short = [f"--config.{field}" for field in SHORT]
     commands = [
-        [*_without_workdir(words), f"--workdir={folder}/{name}", f"--config.model.folder={model}", *short]
+        [
+            "gspo_jax.train",
+            *_without_workdir(words),
+            f"--workdir={folder}/{name}",
+            f"--config.model.folder={model}",
+            *short,
+        ]
         for name, (model, words) in runs.items()
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.trainings"],
-        cwd=ROOT,
-        env=os.environ | {"SCORES_URL": http_server.start()},
-        input=json.dumps(commands),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=1200,
-    )
-    assert done.returncode == 0, done.stdout
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SCORES_URL", http_server.start())
+        ended = run_commands(commands, seconds=1200)
+    for name, (code, out, err) in zip(runs, ended, strict=True):
+        assert code == 0, f"{name}: {out}{err}"
     return folder
 
 
@@ -395,7 +395,7 @@ def test_mistakes_end_with_the_sentences_of_the_page(page, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     command = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0]
     for mistake, make in MISTAKES[page].items():
-        config, _ = parse(_words(command))
+        config = _config(_words(command))
         references.module.cache_clear()  # mine.py is another file each time
         references.function.cache_clear()
         with pytest.raises(UserError) as raised, config.unlocked():
