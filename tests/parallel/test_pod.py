@@ -123,6 +123,7 @@ def test_a_cold_start_of_two_processes_is_that_of_one(data, tmp_path):
 
 
 SUMS = """
+import sys
 import numpy as np
 from jax.experimental import multihost_utils
 from gspo_jax.parallel import processes
@@ -130,7 +131,7 @@ with processes.guarded(processes.start(heartbeat_s=5, start_s=60)):
     for number in range(10**6):
         multihost_utils.process_allgather(np.ones(1))
         if number == 1:
-            print("begun", flush=True)
+            print("begun", file=sys.stderr)
 """
 
 
