@@ -133,6 +133,21 @@ def run_faulty(fault: str, words: list[str], *, count: int = 1) -> tuple[list[in
     return [process.returncode for process in pod.processes], "\n".join(said)
 
 
+def run_commands(commands: list[list[str]], seconds: float = 500) -> list[tuple[int, str, str]]:
+    """Return exit code, stdout and stderr of each command, which tests/commands.py runs after importing once."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.commands"],
+        cwd=ROOT,
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    ended = [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+    assert len(ended) == len(commands), done.stderr
+    return ended
+
+
 def drawer(name: str) -> Any:
     """Load the module docs/draw/NAME.py, which draws pages of the documentation."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "draw" / f"{name}.py")

@@ -444,6 +444,10 @@ def test_what_fails_is_named_and_the_others_go_on(data, tmp_path):
         "model.folder": ROOT / "tests" / "golden" / "adder",
         "training.max_skipped": 1,
         "iterations": 1,
+        "data.prompts_per_batch": 4,
+        "sampling.group_size": 4,
+        "sampling.slots": 4,
+        "eval.prompts": 4,
     } | ONE_DEVICE
     code, said = _finish(tmp_path, "--sweep", "optimizer.learning_rate=1e38,1e-4", *_fields(data, **fields))
     assert code == exits.DIVERGED, said

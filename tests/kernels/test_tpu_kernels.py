@@ -394,19 +394,20 @@ def cases(target):
     """Return (function, name, dtype) of what is compiled.
 
     For v5p all, and the largest in float32 too; elsewhere the largest, with adapters beside experts in int8 for all of
-    the grouped matmul's kernels, and drafts in int8 alone. v5e has the cores and VMEM of v6e, and so its blocks: there,
-    only a kernel of each kind.
+    the grouped matmul's kernels, and drafts in int8 alone. v5e and v6e have the same cores and VMEM, and so the same
+    blocks: of what both would compile, v5e gets a kernel of each kind, and v6e the decode step's and the widest.
     """
     named = [(of, name) for of, names in KERNELS.items() for name in names]
     largest = [case for case in named if case in LARGEST]
     if target.startswith("v5p"):
-        whole = [case for case in largest if case[0] in (packed, experts_swiglu, turned, sums, pairs, vocabulary)]
-        return [*((*case, "bfloat16") for case in named), *((*case, "float32") for case in whole)]
+        whole = [case for case in largest if case[0] in (experts_swiglu, turned, sums, pairs, vocabulary)]
+        return [*((*case, "bfloat16") for case in named), *((*case, "float32") for case in [(packed, "wide"), *whole])]
     left_out = {experts, experts_int8, decode_drafts}
     if target.startswith("v5e"):
-        left_out |= {experts_adapted, decode_int8_drafts}
-        largest = [case for case in largest if case[0] is not decode or case[1] == "30B"]
-    return [(*case, "bfloat16") for case in largest if case[0] not in left_out]
+        left_out |= {decode, experts_adapted, decode_int8_drafts}
+    if target.startswith("v6e"):
+        left_out |= {recurrent, turned, sums, pairs, vocabulary, (packed, "long")}
+    return [(*case, "bfloat16") for case in largest if not left_out & {case, case[0]}]
 
 
 def figures(target):

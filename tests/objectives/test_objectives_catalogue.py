@@ -265,7 +265,7 @@ def run(name: str, hyper: Hyper, batch: oracles.Batch):
 # --- 1: the oracle --------------------------------------------------------------------------------
 
 
-SEEDS = [range(12), range(12, 66)]
+SEEDS = [range(12), range(12, 40)]
 
 
 @pytest.mark.parametrize("seeds", mostly_slow(SEEDS, always=SEEDS[:1]), ids=str)
@@ -385,14 +385,15 @@ def test_devices_and_micro_batches_add_up(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cuts", [[3, 5], [1] * B], ids=str)
 @NAMES
-def test_uneven_micro_batches_add_up(name, cuts):
+def test_uneven_micro_batches_add_up(name):
+    """One of a single response, and one of all others."""
     hyper = ROWS[name].wide
     batch = draw_batch(1, name, hyper)
     (loss, _), gradient = run(name, hyper, batch)
     arrays = cast(arguments(name, batch))
     arrays["weights"] = objectives.make(name, **hyper).weights(arrays["mask"])
+    cuts = [1, B - 1]
     ends = np.cumsum(cuts)
     parts = [
         compiled(name, **hyper)(**{key: x[end - n : end] for key, x in arrays.items()})

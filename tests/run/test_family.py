@@ -102,6 +102,17 @@ def run(config: ConfigDict, workdir: Path, written: set[str]) -> list[dict]:
     return rows
 
 
+def assert_resumes(config: ConfigDict, workdir: Path, rows: list[dict]) -> None:
+    """Assert that a run writes the same rows of updates once more, from its checkpoint before the newest."""
+    shutil.rmtree(workdir / "checkpoints" / str(config.iterations))
+    train(config, workdir)
+    again = [row for row in read_metrics(workdir) if "minibatch" in row]
+    for row, other in zip(rows, again, strict=True):
+        same = [name for name in row if not name.startswith(("eval/", *CLOCK))]
+        assert [row[name] for name in same] == [other[name] for name in same], "all of it is in the checkpoint"
+    assert rows[-1]["time"] < again[-1]["time"], "the last iteration was made again"
+
+
 @pytest.mark.parametrize("name", objectives.catalogue.__all__)
 def test_every_objective_is_made_from_its_config_line(name, data):
     config = settings(data, objective__name=name)
@@ -121,7 +132,7 @@ def use_ppo(config: ConfigDict, trunk: str) -> None:
 @pytest.mark.slow
 def test_ppo_with_a_critic_of_its_own_and_its_kl_in_the_reward(data, tmp_path, written):
     """The critic learns, and a resumed run finds it in the checkpoint."""
-    config = settings(data, model__folder=str(ADDER))
+    config = settings(data, model__folder=str(ADDER), checkpoint__every=1)
     use_ppo(config, "own")
     rows = run(config, tmp_path / "run", written)
     assert rows[0]["reference/kl"] == pytest.approx(0, abs=1e-8), "the reference is the initial policy"
@@ -129,18 +140,14 @@ def test_ppo_with_a_critic_of_its_own_and_its_kl_in_the_reward(data, tmp_path, w
     assert all(0.8 < row["routing/replayed"] < 1 for row in rows), "all tokens are replayed but each response's last"
     losses = [row["critic/loss"] for row in rows]
     assert losses[-1] < 0.8 * losses[0], losses
-    for config.iterations in (1, 3):
-        train(config, tmp_path / "resumed")
-    again = [row for row in read_metrics(tmp_path / "resumed") if "minibatch" in row]
-    for row, other in zip(rows, again, strict=True):
-        same = [name for name in row if not name.startswith(("eval/", *CLOCK))]
-        assert [row[name] for name in same] == [other[name] for name in same], "the critic is in the checkpoint"
+    assert_resumes(config, tmp_path / "run", rows)
 
 
 @pytest.mark.slow
 def test_a_sigmoid_router_beside_latent_attention_trains_with_r3w_and_resumes(data, tmp_path, written):
     """The biases, which the updates move, are the sampler's at once and in the checkpoint."""
-    config = settings(data, iterations=2, coldstart__steps=1, routing__replay="r3w", routing__bias_rate=0.05)
+    config = settings(data, iterations=2, checkpoint__every=1, coldstart__steps=1)
+    config.routing.update({"replay": "r3w", "bias_rate": 0.05})
     own = {"family": "deepseek_v3", "dense_layers": 1, "expert_groups": 4, "groups_per_token": 2, "num_kv_heads": 4}
     own["latent"] = {"rank": 16, "query_rank": None, "plain_dim": 8, "value_dim": 12, "interleaved": True}
     config.model.architecture.update({"num_layers": 3, "shared_intermediate_size": 32, **own})
@@ -152,12 +159,7 @@ def test_a_sigmoid_router_beside_latent_attention_trains_with_r3w_and_resumes(da
     assert [row["routing/flip_rate"] > 0.01 for row in rows] == [False, True, False, True], "by the moved biases"
     assert all(0.5 < row["sampling/kept_whole"] <= 1 for row in rows if "sampling/kept_whole" in row)
     assert rows[0]["ratio/token_log_max"] < 3e-5, "of kept sets, to rounding"
-    for config.iterations in (1, 2):
-        train(config, tmp_path / "resumed")
-    again = [row for row in read_metrics(tmp_path / "resumed") if "minibatch" in row]
-    for row, other in zip(rows, again, strict=True):
-        same = [name for name in row if not name.startswith(("eval/", *CLOCK))]
-        assert [row[name] for name in same] == [other[name] for name in same]
+    assert_resumes(config, tmp_path / "run", rows)
 
 
 @pytest.mark.slow
@@ -265,9 +267,11 @@ def warnings(said: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
 def test_settings_and_batches_that_teach_nothing_are_warned_of_once(data, tmp_path, capsys):
-    config = settings(data, model__folder=str(ADDER), sampling__group_size=1, objective__gspo__low=0.2)
-    config.data.prompts_per_batch = config.sampling.slots = 16
+    config = settings(data, arg="single,runlocal", model__folder=str(ADDER), sampling__group_size=1)
+    config.objective.gspo.low = 0.2
+    config.data.prompts_per_batch, config.sampling.slots = 16, 4
     config.environment.name, config.sampling.top_p = "calculator", 0.9
     train(config, tmp_path / "run")
     said = warnings(capsys.readouterr().out)
