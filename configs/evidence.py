@@ -83,6 +83,7 @@ def get_config(arg: str = "screen") -> ConfigDict:
         config = DRIFT["get_config"](testbed)
         config.model.folder = COLD[testbed]
         config.sampling.weights_dtype = "int8"
+        config.objective.rspo.apply = "after"  # the form that the study compares
     config.iterations = iterations
     return config
 

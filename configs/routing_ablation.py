@@ -68,6 +68,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.iterations = min(50, config.iterations)
     config.objective.name, config.routing.replay = VARIANTS[variant]
     config.objective.grpo.high = 0.27  # the GSPO paper's tuned baseline
+    config.objective.rspo.apply = "after"  # the form whose results docs/routing.md has
     config.training.old_logprobs = "recompute"
     if "offpolicy" in more:
         config.update_from_flattened_dict(offpolicy(config))

@@ -67,6 +67,7 @@ def get_config(arg: str = "") -> ConfigDict:
     # A tiny model makes large updates on short responses, so the clip range is ten times the paper's.
     config.objective.gspo = ConfigDict({"low": 3e-3, "high": 4e-3})
     config.objective.gspo_token = ConfigDict({"low": 3e-3, "high": 4e-3})
+    config.objective.tbpo = ConfigDict({"low": 3e-3, "high": 4e-3, "high_neg": 7e-3})
     config.optimizer = adamw(learning_rate=1e-4, schedule="constant", warmup_updates=10)
 
     config.critic.optimizer = adamw(learning_rate=1e-3, schedule="constant", warmup_updates=10)

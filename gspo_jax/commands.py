@@ -205,6 +205,21 @@ COMMANDS: dict[str, Command] = {
         ),
         "required",
     ),
+    "bias": Command(
+        "Measure",
+        "Measure the bias that sampler-trainer mismatch gives a run's gradients, by source.",
+        (
+            "--config=tiny --workdir=runs/tiny",
+            "--config=tiny --workdir=runs/tiny --updates=16",
+            "--config=tiny --workdir=runs/tiny --config.sampling.weights_dtype=int8 --out=runs/tiny/bias",
+        ),
+        (
+            _WORKDIR,
+            Flag("updates", "of another batch, by which the policy is ahead of its sampler", int, 4, "N", low=0),
+            Flag("out", "folder for bias.json and the pictures", default="bias", metavar="DIR"),
+        ),
+        "required",
+    ),
     "score": Command(
         "Measure",
         "Score the completions of a file with any reward functions, to try a reward before a run.",

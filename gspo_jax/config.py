@@ -203,8 +203,9 @@ def base() -> ConfigDict:
 
     # Objective. Its function documents the hyper-parameters below.
     config.objective = ConfigDict({"name": "gspo"})
-    # How rewards become advantages: "group_zscore", "group_centered", "leave_one_out", "max_rl" (for verdicts) or
-    # "gdpo" (rewards compared one by one). Empty: the objective's own.
+    # How rewards become advantages: "group_zscore", "group_centered", "leave_one_out", "max_rl" (for verdicts), "gdpo"
+    # (rewards compared one by one) or "optimal_token_baseline" (for objectives with per-token advantages). Empty: the
+    # objective's own.
     config.objective.advantage = ""
     # Discount per turn of an episode: each turn has an advantage of its own, from the rewards that follow it. For
     # objectives with per-token advantages. None: one advantage per episode.
@@ -239,10 +240,17 @@ def base() -> ConfigDict:
     config.critic.trunk = "own"  # a copy of the initial policy's trunk. "policy": a value head on the policy's
     config.critic.optimizer = adamw(learning_rate=1e-5, schedule="constant", warmup_updates=10)
     config.mismatch = ConfigDict()  # importance weights for the sampler–trainer mismatch
-    config.mismatch.correction = ""  # "tis", "icepop", "sequence_mask": the trainer scores old log-probs. Empty: none
+    # "tis", "icepop", "sequence_mask", "sequence_tis": the trainer scores old log-probs. Empty: none
+    config.mismatch.correction = ""
     # Off-policy sequence mask: a response with a negative advantage has no gain if its mean log μ − log π_θ per token
     # exceeds this many nats (μ: sampler's policy, π_θ: the update's). None: off.
     config.mismatch.negative_mask = placeholder(float)
+    # Score centring over the sampler's kept ids, which needs sampling.keep_top: takes out what the mean score of tokens
+    # drawn by another policy adds to the gradient.
+    config.mismatch.center = False
+    # Iterations between measurements of the bias that the mismatch gives gradients (`noise/bias…`, before the updates;
+    # with B mini-batches, 8 / B or at least one forward and backward passes over the batch). 0: none.
+    config.mismatch.bias_every = 0
     config.mismatch.update(_sections(mismatch))
 
     config.training = ConfigDict()
@@ -253,8 +261,8 @@ def base() -> ConfigDict:
     config.training.row_tokens = placeholder(int)
     config.training.max_skipped = 10  # consecutive updates with non-finite gradients that end the run
     # Log-probs of the old policy. "sampler": the sampler's. "recompute": score with the trainer before a batch's first
-    # update. "auto": recompute where the sampler's rounding could pass the objective's bounds, or where replay "r2" or
-    # mismatch.correction needs it.
+    # update. "auto": recompute where the sampler's rounding could pass the objective's bounds, or where replay "r2",
+    # mismatch.correction, mismatch.center or objective.advantage needs it.
     config.training.old_logprobs = "auto"
     config.training.entropy_weight = 0.0  # weight of an entropy bonus in the loss, 0: off
     config.training.logprob_chunk = 4096  # tokens, over all devices, with logits in memory at once
@@ -464,6 +472,7 @@ RANGES = {
     "reward_model.form": _one_of("classify", "pooling", "score", "sglang"),
     "overlong.penalty": NOT_NEGATIVE,
     "mismatch.negative_mask": NOT_NEGATIVE,
+    "mismatch.bias_every": COUNT_OR_0,
     "overlong.cache": COUNT_OR_0,
     "routing.replay": _one_of("none", "r2", "r3", "r3w"),
     "routing.balance_weight": NOT_NEGATIVE,

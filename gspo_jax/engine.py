@@ -33,6 +33,7 @@ from gspo_jax.training.metrics import Metrics
 from gspo_jax.training.packing import Packer
 from gspo_jax.training.scoring import OldPolicyFn, make_old_policy
 from gspo_jax.training.shaping import Shaping
+from gspo_jax.training.sketch import SketchFn, make_sketch
 from gspo_jax.training.state import CriticRule, TrainState, new_state, state_shardings
 from gspo_jax.training.update import BlameFn, UpdateFn, make_biases, make_blame, make_gradient, make_update
 from gspo_jax.types import Batch, OldPolicy, Packing, Rewards, Rollout, Weights
@@ -48,6 +49,8 @@ class Programs:
     """Scores any policy with its own routes, recorded."""
     replayed: OldPolicyFn
     """Scores any policy with a rollout's routes, and under r3w with its weights."""
+    sketch: SketchFn
+    """Sketches the gradient of the sampled tokens' log-probs, for the bias meter."""
     experience: ExperienceFn
     update: UpdateFn
     blame: BlameFn
@@ -264,6 +267,7 @@ def _programs(
     with jax.set_mesh(meshes.trainer):  # the compiler's options and the scoring depend on the platform
         scoring = learning.make_scoring(config)
         others = {"critic": critic, "teacher_graph": None if teacher is None else teacher.graph}
+        others["centering"] = learning.make_centering(config)
         rate = config.routing.bias_rate
         biases = make_biases(made.config, rate=rate) if rate else None
         gradient = make_gradient(made.graph, scoring, penalties=penalties, replay=replay, **others)
@@ -272,6 +276,7 @@ def _programs(
             score=make_score(config, made, critic, teacher, recompute=learning.recomputes(config)),
             native=make_old_policy(made.graph, scoring, recompute=True, replay="none"),
             replayed=make_old_policy(made.graph, scoring, recompute=True, replay="r3w" if replay == "r3w" else "r3"),
+            sketch=make_sketch(made.graph, scoring, replay=replay),
             experience=make_experience(
                 group_size=config.sampling.group_size,
                 correction=learning.make_mismatch_correction(config),
@@ -295,6 +300,7 @@ def make_score(
         reference_graph=made.reference,
         teacher_graph=None if teacher is None else teacher.graph,
         critic=None if critic is None else critic.graph,
+        energy=learning.make_objective(config).by_energy,
     )
 
 

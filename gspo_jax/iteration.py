@@ -30,6 +30,9 @@ class Observer:
     def enter(self, phase: str) -> None:
         """A phase begins: "reshard", "sample", "score", "reward" or "update"."""
 
+    def collected(self, state: TrainState, batch: Batch) -> None:
+        """A batch is ready, before its first update of this state."""
+
     def updated(self, state: TrainState, batch: Batch, minibatch: int, measured: Metrics) -> None:
         """An update was made or skipped, with these metrics."""
 
@@ -59,6 +62,7 @@ def iterate(
       devices.
     """
     batch = collect(engine, player, scorer, state, prompts, key, observer)
+    observer.collected(state, batch)
     measured: list[Metrics] = []
     for minibatch in range(engine.minibatches):
         state, metrics = engine.update(state, batch, minibatch)

@@ -88,8 +88,8 @@ class KeptRecord:
     ids: Int[Array, "*B T K"]
     """int32; -1 in unused entries."""
     logprobs: Float[Array, "*B T K"]
-    """At the sampling temperature, float32: under the full softmax, or where `whole` renormalised over these ids. 0 in
-    unused entries."""
+    """At the sampling temperature: under the full softmax, or where `whole` renormalised over these ids. 0 in unused
+    entries. float32, since bfloat16 rounds a probability of exp(-8) by up to 3%."""
     whole: Bool[Array, "*B T"]
     """True where the ids are all that truncation (top-k, top-p, min-p) left."""
 
@@ -130,6 +130,8 @@ class OldPolicy:
     flips: Int[Array, "*B T L"] | None = None
     """Experts of the rollout's record, of K, that the trainer's routers would not choose at the position that predicts
     each token; -1 where unknown. None unless recomputed."""
+    energy: Float[Array, "*B T"] | None = None
+    """`advantages.score_energy` of each token; None unless the advantages need it."""
 
 
 @struct.dataclass

@@ -39,22 +39,22 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST_FIRST = (
-    "test_plan",
+    "test_tpu_kernels",
+    "test_family",
     "test_pod",
+    "test_plan",
     "test_faults",
     "test_sweep",
     "test_cpu_pod",
     "test_servers",
     "test_branch",
     "test_storage",
-    "test_family",
     "test_resume",
     "test_update",
     "test_train",
     "test_docs_own",
     "test_delta",
     "test_tpu_compile",
-    "test_tpu_kernels",
     "test_decoder",
     "test_objectives_catalogue",
     "test_tpu_decode",
@@ -62,6 +62,8 @@ LONGEST_FIRST = (
     "test_episodes",
     "test_dispatch",
     "test_transformer",
+    "test_notebooks",
+    "test_real_model",
 )
 """Test files that take long in one of the tiers; they start first so that none runs alone at the end."""
 
@@ -88,6 +90,15 @@ def release_programs() -> Iterator[None]:
         _counted, mappings = time.process_time(), Path("/proc/self/maps")
         if mappings.exists() and mappings.read_bytes().count(b"\n") > MOST_MAPPINGS:
             jax.clear_caches()
+
+
+@pytest.fixture
+def one_device() -> Iterator[None]:
+    """As `tests.tiny.on_one_device`."""
+    from tests.tiny import on_one_device
+
+    with on_one_device():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -128,6 +139,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr not in ("slow", "faults"):
         rooms = [f"gspo_jax.{room}" for room in ("kernels", "models", "rollout")]
         jaxtyping.install_import_hook(rooms, "beartype.beartype")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without a test of the chosen tier: importing all takes each worker twenty seconds."""
+    tier, is_tests = config.option.markexpr, collection_path.match("test_*.py")
+    return True if is_tests and tier in ("slow", "faults") and tier not in collection_path.read_text() else None
 
 
 def pytest_collection_finish() -> None:

@@ -147,6 +147,32 @@ def clipped_family(
     return Oracle(gain, slope, ratio, gate, margin, weights)
 
 
+def banded_family(ratio: Callable[..., float], slope_of_log: Callable[..., float], weights: Callable) -> Oracle:
+    """min(s, 1 + high)·Â for Â ≥ 0, s held to [1 − low, 1 + high_neg] for Â < 0."""
+
+    def ends(b: Batch, i: int, t: int, h: Hyper) -> tuple[float, float]:
+        a = b.advantages[i, t]
+        return (1 - h["low"], 1 + h["high_neg"]) if a < 0 else (0.0, 1 + h["high"] if a > 0 else math.inf)
+
+    def gain(x: np.ndarray, frozen: np.ndarray, b: Batch, i: int, t: int, h: Hyper) -> float:
+        least, most = ends(b, i, t, h)
+        return min(max(ratio(x, b, i, t), least), most) * b.advantages[i, t]
+
+    def gate(b: Batch, i: int, t: int, h: Hyper) -> int:
+        (least, most), s = ends(b, i, t, h), ratio(b.logprobs, b, i, t)
+        return 1 if s > most else -1 if s < least else 0
+
+    def slope(b: Batch, i: int, t: int, u: int, h: Hyper) -> float:
+        s = ratio(b.logprobs, b, i, u)
+        return 0.0 if gate(b, i, u, h) else b.advantages[i, u] * s * slope_of_log(b, i, t, u)
+
+    def margin(b: Batch, i: int, t: int, h: Hyper) -> float:
+        s = ratio(b.logprobs, b, i, t)
+        return min(abs(s - end) for end in (1 - h["low"], 1 + h["high"], 1 + h["high_neg"]))
+
+    return Oracle(gain, slope, ratio, gate, margin, weights)
+
+
 # --- the policy gradient and CISPO ----------------------------------------------------------------
 
 
@@ -200,6 +226,38 @@ def minirl_gate(b: Batch, i: int, t: int, h: Hyper) -> int:
 
 def minirl_weight(b: Batch, i: int, t: int, h: Hyper) -> float:
     return 0.0 if minirl_gate(b, i, t, h) else token_ratio(b.logprobs, b, i, t)
+
+
+# --- MinPRO and DRO -------------------------------------------------------------------------------
+
+
+def prefix_ratio(x: np.ndarray, b: Batch, i: int, t: int) -> float:
+    """The token's ratio times the smallest of its row's earlier tokens."""
+    earlier = [token_ratio(x, b, i, u) for u in tokens(b, i) if u < t]
+    return min(earlier, default=1.0) * token_ratio(x, b, i, t)
+
+
+def minpro_weight(b: Batch, i: int, t: int, h: Hyper) -> float:
+    return max(min(prefix_ratio(b.logprobs, b, i, t), 1 + h["high"]), 1 - h["low"])
+
+
+def minpro_gate(b: Batch, i: int, t: int, h: Hyper) -> int:
+    r = prefix_ratio(b.logprobs, b, i, t)
+    return 1 if r > 1 + h["high"] else -1 if r < 1 - h["low"] else 0
+
+
+def minpro_margin(b: Batch, i: int, t: int, h: Hyper) -> float:
+    r = prefix_ratio(b.logprobs, b, i, t)
+    return min(abs(r - 1 - h["high"]), abs(r - 1 + h["low"]))
+
+
+def penalised_gain(x: np.ndarray, frozen: np.ndarray, b: Batch, i: int, t: int, h: Hyper) -> float:
+    """Â·log π_θ less half of β times the square of the log-ratio."""
+    return b.advantages[i, t] * x[i, t] - 0.5 * h["beta"] * (x[i, t] - b.old_logprobs[i, t]) ** 2
+
+
+def penalised_slope(b: Batch, i: int, t: int, u: int, h: Hyper) -> float:
+    return b.advantages[i, t] - h["beta"] * (b.logprobs[i, t] - b.old_logprobs[i, t]) if t == u else 0.0
 
 
 # --- DPPO -----------------------------------------------------------------------------------------
@@ -274,8 +332,8 @@ def log_damping(b: Batch, i: int, t: int, h: Hyper) -> float:
 
 
 def clip_input(x: np.ndarray, b: Batch, i: int, t: int, h: Hyper) -> float:
-    """The log-ratio that is clipped; includes log γ' with apply="before"."""
-    return x[i, t] - b.old_logprobs[i, t] + (log_damping(b, i, t, h) if h.get("apply") == "before" else 0.0)
+    """The log-ratio that is clipped; includes log γ' unless apply="after"."""
+    return x[i, t] - b.old_logprobs[i, t] + (0.0 if h.get("apply") == "after" else log_damping(b, i, t, h))
 
 
 def geometric_gain(x: np.ndarray, frozen: np.ndarray, b: Batch, i: int, t: int, h: Hyper) -> float:
@@ -285,7 +343,7 @@ def geometric_gain(x: np.ndarray, frozen: np.ndarray, b: Batch, i: int, t: int, 
     for u in tokens(b, i):
         d = clip_input(x, b, i, u, h)
         product *= math.exp(sign * min(sign * d, sign * max(min(d, c), -c)))
-        product *= math.exp(log_damping(b, i, u, h)) if h.get("apply", "after") == "after" else 1.0
+        product *= math.exp(log_damping(b, i, u, h)) if h.get("apply") == "after" else 1.0
     return b.advantages[i, t] * product ** (1 / len(tokens(b, i)))
 
 
@@ -355,6 +413,9 @@ ORACLES = {
     "dppo_kl": divergence_family(two_outcome_kl),
     "luspo": clipped_family(sequence_ratio_of, sequence_ratio, shared_ratio_slope, row_sum),
     "minirl": score_family(minirl_weight, minirl_gate, cispo_margin, row_sum),
+    "dro": Oracle(penalised_gain, penalised_slope, token_ratio, no_gate, no_margin, token_mean),
+    "tbpo": banded_family(sequence_ratio, shared_ratio_slope, sequence_mean),
+    "minpro": score_family(minpro_weight, minpro_gate, minpro_margin, token_mean)._replace(ratio=prefix_ratio),
     "vespo": score_family(gamma_weight, gamma_gate, gamma_margin, token_mean)._replace(ratio=response_ratio),
 }
 
@@ -469,6 +530,24 @@ def gdpo(rewards: dict[str, np.ndarray], weights: dict[str, float], group_size: 
     out = np.zeros(len(total))
     if scored:
         out[scored] = zscore([total[i] for i in scored])
+    return out
+
+
+def optimal_token_baseline(rewards: np.ndarray, energy: np.ndarray, mask: np.ndarray, group_size: int) -> np.ndarray:
+    """R − Σ W·R / Σ W over the group's scored responses with a token of the same number; 0 if there is one alone."""
+    out = np.zeros(mask.shape)
+    drawn = [[t for t in range(mask.shape[1]) if row[t]] for row in mask]
+    for first in range(0, len(mask), group_size):
+        group = [i for i in range(first, first + group_size) if not math.isnan(rewards[i])]
+        for k in range(mask.shape[1]):
+            spent = {i: math.fsum(energy[i, t] for t in drawn[i][: k + 1]) for i in group if len(drawn[i]) > k}
+            whole = math.fsum(spent.values())
+            if len(spent) < 2:
+                continue
+            mean = math.fsum(rewards[i] for i in group) / len(group)
+            base = math.fsum(w * rewards[i] for i, w in spent.items()) / whole if whole else mean
+            for i in spent:
+                out[i, drawn[i][k]] = rewards[i] - base
     return out
 
 

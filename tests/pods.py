@@ -20,8 +20,8 @@ from gspo_jax.folder.metrics import read_metrics
 from gspo_jax.training.checkpoint import describe, load_newest
 
 ROOT = Path(__file__).parent.parent
-ROUNDING_SENSITIVE = ("mismatch/", "ratio/", "actor/kl", "actor/loss", "routing/router_kl")
-"""Metrics of log-prob differences, which may consist of rounding errors alone."""
+ROUNDING_SENSITIVE = ("mismatch/", "ratio/", "actor/kl", "actor/loss", "routing/router_kl", "routing/margin")
+"""Metrics of differences of log-probs or probabilities, which may consist of rounding errors alone."""
 
 
 def free_port() -> int:
@@ -131,6 +131,21 @@ def run_faulty(fault: str, words: list[str], *, count: int = 1) -> tuple[list[in
     with Pod(count, "-m", "tests.faulty", fault, *words) as pod:
         said = pod.finish()
     return [process.returncode for process in pod.processes], "\n".join(said)
+
+
+def run_commands(commands: list[list[str]], seconds: float = 500) -> list[tuple[int, str, str]]:
+    """Return exit code, stdout and stderr of each command, which tests/commands.py runs after importing once."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.commands"],
+        cwd=ROOT,
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    ended = [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+    assert len(ended) == len(commands), done.stderr
+    return ended
 
 
 def drawer(name: str) -> Any:

@@ -190,6 +190,15 @@ def test_a_config_argument_that_does_not_exist(name):
             {"objective.advantage": "gdpo", "objective.name": "ppo"},
             "'gdpo', and ppo takes its advantages from a critic",
         ),
+        ({"objective.advantage": "optimal_token_baseline"}, "each token its advantage, and gspo has one per resp"),
+        (
+            {
+                "objective.turn_discount": 0.9,
+                "objective.name": "gspo_token",
+                "objective.advantage": "optimal_token_baseline",
+            },
+            "turn_discount is 0.9, and objective.advantage 'optimal_token_baseline' compares whole responses",
+        ),
         ({"objective.advantage": "gdpo", "rewards.exact_answer": 0.0}, "'gdpo', and no reward has a weight"),
         ({"objective.advantage": "max_rl", "rewards.exact_answer": -1.0}, "exact_answer is a punishment.*'max_rl'"),
         ({"objective.advantage": "max_rl", "overlong.penalty": 1.0}, "overlong.penalty is 1.0, but .*'max_rl' divides"),

@@ -1,16 +1,12 @@
 """Mistyped commands of every entry point end with one sentence on stderr and exit code 2, before any work."""
 
 import importlib.util
-import json
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.pods import ROOT
+from tests.pods import run_commands
 
 TINY = "--config=configs/tiny.py"
 TRAIN = f"train {TINY} --workdir=TMP/run"
@@ -153,17 +149,7 @@ def said(tmp_path_factory) -> tuple[dict[str, tuple[int, str, str]], Path]:
     """Return exit code, stdout and stderr of every command, all of which run in one process, and their folder TMP."""
     folder = tmp_path_factory.mktemp("mistakes")
     words = [shlex.split(f"gspo_jax.{command}".replace("TMP", str(folder))) for command in MISTAKES]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.commands"],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        input=json.dumps(words),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(zip(MISTAKES, map(json.loads, done.stdout.splitlines()), strict=True)), folder
+    return dict(zip(MISTAKES, run_commands(words), strict=True)), folder
 
 
 @pytest.mark.parametrize("command", MISTAKES)

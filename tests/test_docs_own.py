@@ -2,7 +2,6 @@
 
 import dataclasses
 import doctest
-import json
 import re
 import shlex
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from examples import http_server, judge_server
-from gspo_jax import cli, references
+from gspo_jax import cli, config_files, references
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import UserError
 from gspo_jax.folder.metrics import read_metrics
@@ -30,8 +29,8 @@ from gspo_jax.setup.checks import check
 from gspo_jax.setup.fields import at
 from gspo_jax.setup.turns import TokenTurns
 from gspo_jax.tool_calls import TRIAL_TOOLS
+from tests.pods import run_commands
 from tests.servers import closed_port
-from tests.trainings import parse
 
 ROOT = Path(__file__).parents[1]
 OVERVIEW = (ROOT / "docs" / "own.md").read_text(encoding="utf-8")
@@ -96,36 +95,14 @@ def test_what_a_page_tries_in_python_comes_out(page, monkeypatch):
     assert tried.examples[-1].want
 
 
-def _train(commands: dict[str, list[str]], folder: Path, model: Path) -> None:
-    """Train by commands, each of one iteration on one device, in one process, in folders of their names."""
-    short = [f"--config.model.folder={model}", *(f"--config.{field}" for field in SHORT)]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.trainings"],
-        cwd=ROOT,
-        input=json.dumps([[*words, f"--workdir={folder}/{name}", *short] for name, words in commands.items()]),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=1200,
-    )
-    assert done.returncode == 0, done.stdout
+def _config(words: list[str]) -> ConfigDict:
+    """Return the config that a command's arguments mean to gspo_jax.train."""
+    return cli.read_config(config_files.config_words(words))
 
 
 def _of_data() -> list[str]:
     """The commands of docs/data.md: rows, mixture, supervised training."""
     return re.findall(r"^```bash\n(.*?)^```", DATA, re.MULTILINE | re.DOTALL)
-
-
-@pytest.fixture
-def model(tmp_path) -> Path:
-    """Return the folder of a dense model of one layer."""
-    tokenizer = Tokenizer.load(ADDER)
-    shape = dataclasses.replace(
-        huggingface.read_config(ADDER), num_layers=1, num_experts=0, experts_per_token=0, moe_intermediate_size=0
-    )
-    huggingface.save(transformer.init_params(shape, jax.random.key(0)), shape, tmp_path / "model")
-    tokenizer.save(tmp_path / "model")
-    return tmp_path / "model"
 
 
 def _examples(*examples: str) -> list[str]:
@@ -134,38 +111,87 @@ def _examples(*examples: str) -> list[str]:
     return [word for command in commands for word in _words(command) if "--config=" not in word]
 
 
+def _dense(folder: Path) -> Path:
+    """Write and return the folder of a dense model of one layer."""
+    shape = dataclasses.replace(
+        huggingface.read_config(ADDER), num_layers=1, num_experts=0, experts_per_token=0, moe_intermediate_size=0
+    )
+    huggingface.save(transformer.init_params(shape, jax.random.key(0)), shape, folder)
+    Tokenizer.load(ADDER).save(folder)
+    return folder
+
+
+def _without_workdir(words: list[str]) -> list[str]:
+    return [word for word in words if not word.startswith("--workdir")]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """Return a folder with the runs of the pages' commands, by name, each of one iteration on one device."""
+    folder = tmp_path_factory.mktemp("own")
+    dense, small = _dense(folder / "dense"), [f"--config.{field}" for field in SMALL]
+    generated, easy = f"--config.data.data_dir={folder}/data", "--config.data.options.difficulty=easy"
+    tiny = "--config=configs/tiny.py:runlocal"
+    rows, mixture = (_words(command) for command in _of_data()[:2])
+    style = [word for word in rows if word.startswith(("--config.data.system", "--config.data.few_shot"))]
+    objective = _without_workdir(_examples("objective"))
+    judge = [*_words(_command("judge", "judge")), *small, generated, f"--config.judge.url={judge_server.start()}"]
+    distillation = [*_words(_command("distillation", "distillation")), generated, f"--config.teacher.folder={ADDER}"]
+    together = _examples("reward", "step_reward", "environment", "dataset")
+    runs = {
+        "together": (dense, ["--config=examples/dataset.py", *together, *small]),
+        "mixture": (dense, [*mixture, *style, *objective, "--config.data.max_prompt_length=64"]),
+        "taught": (dense, [*distillation, *small]),
+        "own": (ADDER, [tiny, *_examples("reward", "environment"), generated, easy]),
+        "game": (ADDER, [tiny, *_examples("async_reward", "game"), generated, *small]),
+        "judged": (ADDER, judge),
+        "compared": (ADDER, [word.replace("=examples/judge.py", "=examples/judge.py:pairwise") for word in judge]),
+    }
+    short = [f"--config.{field}" for field in SHORT]
+    commands = [
+        [
+            "gspo_jax.train",
+            *_without_workdir(words),
+            f"--workdir={folder}/{name}",
+            f"--config.model.folder={model}",
+            *short,
+        ]
+        for name, (model, words) in runs.items()
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SCORES_URL", http_server.start())
+        ended = run_commands(commands, seconds=1200)
+    for name, (code, out, err) in zip(runs, ended, strict=True):
+        assert code == 0, f"{name}: {out}{err}"
+    return folder
+
+
+def _last(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return a run's last metrics and the samples of its first update."""
+    return list(read_metrics(folder))[-1], read_samples(folder)[1]
+
+
 @pytest.mark.slow
-def test_all_examples_train_together(model, tmp_path):
+def test_all_examples_train_together(trained):
     """The reward, step reward, environment and data set, in one run."""
-    words = _examples("reward", "step_reward", "environment", "dataset")
-    words += [f"--config.{field}" for field in SMALL]
-    _train({"own": ["--config=examples/dataset.py", *words]}, tmp_path, model)
-    (measured, *_), samples = reversed(read_metrics(tmp_path / "own")), read_samples(tmp_path / "own")[1]
+    measured, samples = _last(trained / "together")
     assert 0 <= measured["reward/brief"] <= 1 and 0 <= measured["reward/balanced"] <= 1
     assert "reward/equations" in measured and measured["response/turns"] >= 1  # an untrained model takes no steps
     assert all("*" in sample["prompt"] for sample in samples)
 
 
 @pytest.mark.slow
-def test_a_mixture_trains_with_shots_and_an_objective(model, tmp_path):
-    objective = [word for word in _examples("objective") if not word.startswith("--workdir")]
-    rows, mixture = (_words(command) for command in _of_data()[:2])
-    style = [word for word in rows if word.startswith(("--config.data.system", "--config.data.few_shot"))]
-    mixed = [*mixture, *style, *objective, "--config.data.max_prompt_length=64"]
-    _train({"mixture": mixed}, tmp_path, model)
-    (measured, *_), samples = reversed(read_metrics(tmp_path / "mixture")), read_samples(tmp_path / "mixture")[1]
+def test_a_mixture_trains_with_shots_and_an_objective(trained):
+    measured, samples = _last(trained / "mixture")
     assert all(sample["prompt"].startswith("Add. 1+1=#### 2\n2+5=#### 7\n") for sample in samples)
-    assert read_config(tmp_path / "mixture")["objective"]["name"] == "soft_gspo"
+    assert read_config(trained / "mixture")["objective"]["name"] == "soft_gspo"
     assert 0 <= measured["reward/exact_answer"] <= 1 and 0 <= measured["reward/answer_format"] <= 1
     assert not [name for name in measured if name.startswith("routing/")], "the model is dense"
 
 
 @pytest.mark.slow
-def test_the_command_of_distillation_trains_with_a_teacher_beside_a_reward(model, tmp_path):
-    words = [word for word in _words(_command("distillation", "distillation")) if not word.startswith("--workdir")]
-    words += [f"--config.data.data_dir={tmp_path}/data", f"--config.teacher.folder={ADDER}"]
-    _train({"taught": [*words, *(f"--config.{field}" for field in SMALL)]}, tmp_path, model)
-    (measured, *_) = reversed(read_metrics(tmp_path / "taught"))
+def test_the_command_of_distillation_trains_with_a_teacher_beside_a_reward(trained):
+    measured, _ = _last(trained / "taught")
     assert measured["teacher/kl"] > 1 and 0 <= measured["reward/exact_answer"] <= 1
 
 
@@ -180,38 +206,26 @@ def test_the_command_of_sft_trains_on_conversations(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_of_a_page_trains_with_its_function(tmp_path):
+def test_the_command_of_a_page_trains_with_its_function(trained):
     """As it is printed, on a policy that solves some of the problems: a reward and an environment, in one run."""
-    words = ["--config=configs/tiny.py:runlocal", *_examples("reward", "environment")]
-    words += [f"--config.data.data_dir={tmp_path}/data", "--config.data.options.difficulty=easy"]
-    _train({"own": words}, tmp_path, ADDER)
-    (measured, *_), samples = reversed(read_metrics(tmp_path / "own")), read_samples(tmp_path / "own")[1]
+    measured, samples = _last(trained / "own")
     assert 0 <= measured["reward/brief"] < 1 and 0 < measured["reward/balanced"] <= 1
     assert measured["response/turns"] > 1
     assert any(word in sample["completion"] for word in ("digits", "wrong") for sample in samples)
 
 
 @pytest.mark.slow
-def test_a_game_trains_with_the_reward_of_a_server(tmp_path, monkeypatch):
-    monkeypatch.setenv("SCORES_URL", http_server.start())
-    words = ["--config=configs/tiny.py:runlocal", *_examples("async_reward", "game")]
-    words += [f"--config.data.data_dir={tmp_path}/data", *(f"--config.{field}" for field in SMALL)]
-    _train({"own": words}, tmp_path, ADDER)
-    (measured, *_), samples = reversed(read_metrics(tmp_path / "own")), read_samples(tmp_path / "own")[1]
+def test_a_game_trains_with_the_reward_of_a_server(trained):
+    measured, samples = _last(trained / "game")
     assert 0 < measured["reward/terse"] <= 1 and measured["reward/terse/failed"] == measured["reward/failed"] == 0
     assert 0 <= measured["reward/environment"] <= 1 and measured["response/turns"] > 1
     assert all(sample["prompt"] == "guess?" for sample in samples)
 
 
 @pytest.mark.slow
-def test_the_command_of_the_judges_page_trains_against_the_stand_in(tmp_path):
+def test_the_command_of_the_judges_page_trains_against_the_stand_in(trained):
     """Scoring and comparing, in two runs."""
-    words = [word for word in _words(_command("judge", "judge")) if not word.startswith("--workdir")]
-    words += [f"--config.{field}" for field in (*SMALL, f"data.data_dir={tmp_path}/data")]
-    words += [f"--config.judge.url={judge_server.start()}"]
-    pairwise = [word.replace("judge.py", "judge.py:pairwise") if "--config=" in word else word for word in words]
-    _train({"single": words, "pairwise": pairwise}, tmp_path, ADDER)
-    single, compared = (list(read_metrics(tmp_path / name)) for name in ("single", "pairwise"))
+    single, compared = (list(read_metrics(trained / name)) for name in ("judged", "compared"))
     assert any(0 < each.get("reward/judge", 0) < 1 for each in single)
     assert sum(each.get("judge/calls", 0) for each in single) > 0
     assert all(each["reward/judge"] == 0.5 for each in compared if "reward/judge" in each), "half of a group wins"
@@ -381,7 +395,7 @@ def test_mistakes_end_with_the_sentences_of_the_page(page, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     command = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0]
     for mistake, make in MISTAKES[page].items():
-        config, _ = parse(_words(command))
+        config = _config(_words(command))
         references.module.cache_clear()  # mine.py is another file each time
         references.function.cache_clear()
         with pytest.raises(UserError) as raised, config.unlocked():

@@ -117,9 +117,20 @@ def test_a_first_run_trains_and_is_read(tmp_path):
     assert "6 updates" in run("reading_a_run", tmp_path)
 
 
-@pytest.mark.slow
-def test_a_run_is_read_where_there_is_none(tmp_path):
-    assert "6 updates" in run("reading_a_run", tmp_path)
+def test_where_there_is_no_run_the_first_one_is_made():
+    """By the lines that make it in first_run, which the test above executes."""
+
+    def lines(text: str) -> list[str]:
+        return [line.split("  #")[0].strip() for line in text.splitlines()]
+
+    first, reading = (
+        next(cell for cell in cells(ROOT / "examples" / f"{name}.ipynb") if "load_config" in cell)
+        for name in ("first_run", "reading_a_run")
+    )
+    condition, _, made = reading.partition('if not Path(RUN, "metrics.jsonl").exists():\n')
+    assert 'RUN = "../runs/notebook"' in lines(condition)
+    configured = [line for line in lines(first) if line.startswith(("config", "cli."))]
+    assert lines(made) == [*configured, "train(config, RUN)"]
 
 
 def test_one_host_has_flags_for_its_model_and_chips():

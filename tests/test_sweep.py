@@ -240,7 +240,7 @@ def test_the_commands_of_the_page_are_sweeps(tmp_path, monkeypatch):
         words = shlex.split(line)[3:]
         settings = [words[i + 1] for i, word in enumerate(words) if word == "--sweep"]
         seeds = [word.partition("=")[2] for word in words if word.startswith("--seeds=")]
-        assert len(_names(_plan(tmp_path, config_files.config_words(words), settings, *seeds))) in (3, 6, 36, 51)
+        assert len(_names(_plan(tmp_path, config_files.config_words(words), settings, *seeds))) in (3, 6, 36, 60)
 
 
 def test_the_exit_code_says_whether_to_start_again():
@@ -444,6 +444,10 @@ def test_what_fails_is_named_and_the_others_go_on(data, tmp_path):
         "model.folder": ROOT / "tests" / "golden" / "adder",
         "training.max_skipped": 1,
         "iterations": 1,
+        "data.prompts_per_batch": 4,
+        "sampling.group_size": 4,
+        "sampling.slots": 4,
+        "eval.prompts": 4,
     } | ONE_DEVICE
     code, said = _finish(tmp_path, "--sweep", "optimizer.learning_rate=1e38,1e-4", *_fields(data, **fields))
     assert code == exits.DIVERGED, said

@@ -24,7 +24,7 @@ from gspo_jax.rollout import decoder
 from gspo_jax.rollout.drafting import NO_DRAFTS
 from gspo_jax.rollout.loop import Decoded
 from gspo_jax.training.packing import Packer, tokens_at_full_length
-from gspo_jax.types import Batch, Packing, Prompts, Responses, Rollout, RouterRecord, Weights
+from gspo_jax.types import Batch, KeptRecord, Packing, Prompts, Responses, Rollout, RouterRecord, Weights
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -127,6 +127,18 @@ def mostly_slow(cases: Iterable[Any], *, always: Container[Any]) -> list:
     ]
 
 
+@contextlib.contextmanager
+def on_one_device() -> Iterator[None]:
+    """Have meshes consist of one device, as those of `single` of configs/tiny.py in a process of its own.
+
+    Compiling for it takes less than half of the time, if `sampling.slots` are at most four, which are never halved.
+    """
+    first = jax.devices()[:1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *_: first)
+        yield
+
+
 def mesh_id(sizes: dict[str, int]) -> str:
     """Return a mesh's id for parametrised tests."""
     return "-".join(f"{axis}{size}" for axis, size in sizes.items())
@@ -203,6 +215,19 @@ def responses(P: int, G: int, T: int) -> Rollout:
         logprobs=nothing,
         routes=RouterRecord(np.full((B, asked.tokens.shape[1] + T, *CONFIG.route_shape), -1, np.int8), None),
     )
+
+
+def some_kept(rollout: Rollout, K: int = 5) -> KeptRecord:
+    """Return kept ids with each token among them, of which half are whole, with a sampler's probabilities."""
+    rng, V, shape = np.random.default_rng(4), CONFIG.vocab_size, rollout.mask.shape
+    ids = (rollout.tokens[..., None] + np.cumsum(rng.integers(1, V // K, (*shape, K)), axis=2)) % V
+    ids[..., 1] = rollout.tokens
+    used, whole = np.arange(K) < rng.integers(2, K + 1, (*shape, 1)), rng.random(shape) < 0.5
+    used &= rollout.mask[..., None]
+    left = np.where(used, rng.random((*shape, K)), 0)
+    left /= np.maximum(left.sum(axis=2, keepdims=True), 1e-9) * np.where(whole, 1, 1.2)[..., None]
+    logprobs = np.where(used, np.log(np.where(used, left, 1)), 0)
+    return KeptRecord(np.where(used, ids, -1).astype(np.int32), logprobs.astype(np.float32), whole & rollout.mask)
 
 
 def packed(

@@ -1,17 +1,27 @@
 """Log-probs, entropies and divergences of token distributions from hidden states, without a [B, T, V] array."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels import logprobs_tpu
 from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.dense_matmul import matmul
 from gspo_jax.kernels.grouped_matmul import Kept
 from gspo_jax.parallel.mesh import manual_axes, on_shards
+
+
+class KeptIds(NamedTuple):
+    """Ids whose log-probs are wanted beside each target's, from a `types.KeptRecord`."""
+
+    ids: Int[Array, "B T K"]
+    """Distinct; -1 in unused entries."""
+    whole: Bool[Array, "B T"]
+    """True where log-probs are renormalised over these ids."""
 
 
 class _Sums(NamedTuple):
@@ -25,13 +35,21 @@ class _Sums(NamedTuple):
     """Σ exp(l − max l) (l − max l)."""
     picked: Float[Array, "*n"]
     """The target's l − max l."""
+    kept: Float[Array, "*n K"] | None = None
+    """The kept ids' l − max l; arbitrary in unused entries."""
 
     @classmethod
-    def of(cls, logits: Float[Array, "*n V"], targets: Int[Array, "*n"]) -> "_Sums":
+    def of(
+        cls, logits: Float[Array, "*n V"], targets: Int[Array, "*n"], ids: Int[Array, "*n K"] | None = None
+    ) -> "_Sums":
         top = logits.max(axis=-1)
         shifted = logits - top[..., None]
         parts, here = jnp.exp(shifted), _is_target(logits, targets)
-        return cls(top, parts.sum(axis=-1), (parts * shifted).sum(axis=-1), jnp.where(here, shifted, 0).sum(axis=-1))
+        sums = parts.sum(axis=-1), (parts * shifted).sum(axis=-1), jnp.where(here, shifted, 0).sum(axis=-1)
+        if ids is None:
+            return cls(top, *sums)
+        there = _is_target(logits[..., None, :], ids)
+        return cls(top, *sums, jnp.where(there, shifted[..., None, :], 0).sum(axis=-1))
 
     @property
     def log_z(self) -> Float[Array, "*n"]:
@@ -43,7 +61,7 @@ class _Sums(NamedTuple):
         return self.log_z - self.weighted / self.z
 
 
-def _is_target(logits: Float[Array, "*n V"], targets: Int[Array, "*n"]) -> Array:
+def _is_target(logits: Float[Array, "*m V"], targets: Int[Array, "*n"]) -> Array:
     """Return True at the target, by comparison: a gather would not keep a sharded vocabulary sharded."""
     return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[..., None]
 
@@ -61,16 +79,28 @@ def token_logprobs(
     head: Float[Array, "D V"],
     targets: Int[Array, "B T"],
     *,
+    kept: KeptIds | None = None,
     temperature: float = 1.0,
     chunk: int = 1024,
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Return log softmax(h W / temperature)[target] and the softmax's entropy.
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T K"] | None]:
+    """Return log softmax(h W / temperature)[target], the softmax's entropy, and its log-probs at the `kept` ids.
+
+    Where `kept.whole`, the first and the last are renormalised over the kept ids S: log π^S(v) = log π(v) − log Σ_{u∈S}
+    π(u). The entropy is always the full softmax's. The last is 0 in unused entries, None without `kept`.
 
     Logits exist for about `chunk` tokens at once ([B, chunk // B, V], at least one position per row), in the forward
     pass on TPU for none. The backward pass recomputes them. Outputs are float32.
     """
     with jax.named_scope("logits"):
-        return _logprobs(hidden, head, targets, temperature, chunk)
+        ids = None if kept is None else kept.ids
+        logprobs, entropy, at_ids = _logprobs(hidden, head, targets, ids, temperature, chunk)
+        if kept is None:
+            return logprobs, entropy, None
+        used = kept.ids >= 0
+        # Where not whole, a finite sum that is not used, since its gradient must be finite.
+        mass = jax.nn.logsumexp(at_ids, axis=-1, where=used | ~kept.whole[..., None])
+        mass = jnp.where(kept.whole, mass, 0.0)
+        return logprobs - mass, entropy, jnp.where(used, at_ids - mass[..., None], 0.0)
 
 
 def divergences(
@@ -88,16 +118,54 @@ def divergences(
     gradient in logit l_j is p_j (f_j − KL) / temperature if U ≥ V. Logits of both exist for about `chunk` tokens at
     once, in the backward pass too, which recomputes them. Outputs are float32.
     """
-    other_hidden, other_head = jax.lax.stop_gradient((other_hidden, other_head))
-    split, join = _chunks(hidden.shape[:2], chunk)
     both = min(head.shape[1], other_head.shape[1])
 
-    def one(h: Array, other: Array) -> Array:
-        log_p, log_q = (
-            jax.nn.log_softmax(matmul(x, w, dtype=jnp.float32) / temperature)[..., :both]
-            for x, w in ((h, head), (other, other_head))
-        )
+    def kl(logits: Array, other: Array) -> Array:
+        log_p, log_q = (jax.nn.log_softmax(x)[..., :both] for x in (logits, other))
         return (jnp.exp(log_p) * (log_p - log_q)).sum(axis=-1)
+
+    return _compared(kl, hidden, head, other_hidden, other_head, temperature, chunk)
+
+
+def forward_divergences(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "D V"],
+    other_hidden: Float[Array, "B T E"],
+    other_head: Float[Array, "E V"],
+    *,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    kept: Callable[[Float[Array, "N V"]], Float[Array, "N V"]] | None = None,
+) -> Float[Array, "B T"]:
+    """Return KL(q ‖ p) = Σ_v q_v (log q_v − log p_v) of the distributions of `divergences`, with q constant.
+
+    `kept` sets logits / temperature of q to -inf where q is 0. Minus the gradient is q's expectation of the score,
+    Σ_v q_v ∇ log p_v: (q_j − p_j) / temperature in logit l_j.
+    """
+
+    def kl(logits: Array, other: Array) -> Array:
+        other = other if kept is None else kept(other.reshape(-1, other.shape[-1])).reshape(other.shape)
+        log_p, log_q = jax.nn.log_softmax(logits), jax.nn.log_softmax(other)
+        return jnp.where(log_q > -jnp.inf, jnp.exp(log_q) * (log_q - log_p), 0).sum(axis=-1)
+
+    return _compared(kl, hidden, head, other_hidden, other_head, temperature, chunk)
+
+
+def _compared(
+    compare: Callable[[Array, Array], Array],
+    hidden: Array,
+    head: Array,
+    other_hidden: Array,
+    other_head: Array,
+    temperature: float,
+    chunk: int,
+) -> Array:
+    """Compare two models' logits / temperature, the other's constant, in chunks that the backward pass recomputes."""
+    other_hidden, other_head = jax.lax.stop_gradient((other_hidden, other_head))
+    split, join = _chunks(hidden.shape[:2], chunk)
+
+    def one(h: Array, other: Array) -> Array:
+        return compare(*(matmul(x, w, dtype=jnp.float32) / temperature for x, w in ((h, head), (other, other_head))))
 
     def step(_: None, xs: tuple[Array, Array]) -> tuple[None, Array]:
         return None, jax.checkpoint(one, prevent_cse=False)(*xs)
@@ -106,40 +174,55 @@ def divergences(
         return join(jax.lax.scan(step, None, split((hidden, other_hidden)))[1])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _logprobs(hidden: Array, head: Array, targets: Array, temperature: float, chunk: int) -> tuple[Array, Array]:
-    sums = _sums(hidden, head, targets, temperature, chunk)
-    return sums.picked - sums.log_z, sums.entropy
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _logprobs(
+    hidden: Array, head: Array, targets: Array, ids: Array | None, temperature: float, chunk: int
+) -> tuple[Array, Array, Array | None]:
+    return _of_sums(_sums(hidden, head, targets, ids, temperature, chunk))
 
 
-def _sums(hidden: Array, head: Array, targets: Array, temperature: float, chunk: int) -> _Sums:
+def _of_sums(sums: _Sums) -> tuple[Array, Array, Array | None]:
+    kept = None if sums.kept is None else sums.kept - sums.log_z[..., None]
+    return sums.picked - sums.log_z, sums.entropy, kept
+
+
+def _sums(hidden: Array, head: Array, targets: Array, ids: Array | None, temperature: float, chunk: int) -> _Sums:
     if platform() == "tpu" and hidden.shape[-1] % logprobs_tpu.LANES == 0:
-        return _on_shards(hidden, head, targets, temperature)
+        return _on_shards(hidden, head, targets, ids, temperature)
     split, join = _chunks(targets.shape, chunk)
 
-    def one(h: Array, y: Array) -> _Sums:
-        return _Sums.of(matmul(h, head, dtype=jnp.float32) / temperature, y)
+    def one(h: Array, y: Array, v: Array | None) -> _Sums:
+        return _Sums.of(matmul(h, head, dtype=jnp.float32) / temperature, y, v)
 
-    return join(jax.lax.scan(lambda c, xs: (c, one(*xs)), None, split((hidden, targets)))[1])
+    return join(jax.lax.scan(lambda c, xs: (c, one(*xs)), None, split((hidden, targets, ids)))[1])
 
 
-def _on_shards(hidden: Array, head: Array, targets: Array, temperature: float) -> _Sums:
+def _on_shards(hidden: Array, head: Array, targets: Array, ids: Array | None, temperature: float) -> _Sums:
     """Return the kernel's sums over the vocabulary's shards."""
 
-    def run(hidden: Array, head: Array, targets: Array) -> _Sums:
+    def run(hidden: Array, head: Array, targets: Array, *ids: Array) -> _Sums:
         (B, T, D), columns = hidden.shape, head.shape[1]
-        own = targets - jax.lax.axis_index("tensor") * columns if "tensor" in manual_axes() else targets
-        found = logprobs_tpu.softmax_sums(hidden.reshape(B * T, D), head, own.reshape(-1), temperature=temperature)
-        top, z, weighted, picked = (x.reshape(B, T) for x in found)
-        if "tensor" not in manual_axes():
-            return _Sums(top, z, weighted, picked - top)
+        split = "tensor" in manual_axes()
+        own = [x - jax.lax.axis_index("tensor") * columns if split else x for x in (targets, *ids)]
+        own = [x.reshape(B * T, *x.shape[2:]) for x in own]
+        found = logprobs_tpu.softmax_sums(hidden.reshape(B * T, D), head, *own, temperature=temperature)
+        top, z, weighted, *picked = (x.reshape(B, T, *x.shape[1:]) for x in found)
+        if not split:
+            return _shifted(top, z, weighted, picked)
         whole = jax.lax.pmax(top, "tensor")
         down, add = top - whole, partial(jax.lax.psum, axis_name="tensor")
         share = jnp.exp(down)
-        return _Sums(whole, add(share * z), add(share * (weighted + down * z)), add(picked) - whole)
+        return _shifted(whole, add(share * z), add(share * (weighted + down * z)), [add(x) for x in picked])
 
     rows = ("batch",)
-    return on_shards(run, (hidden, head, targets), (rows, (None, "vocab"), rows), rows)
+    arrays = (hidden, head, targets) if ids is None else (hidden, head, targets, ids)
+    return on_shards(run, arrays, (rows, (None, "vocab"), *[rows] * (len(arrays) - 2)), rows)
+
+
+def _shifted(top: Array, z: Array, weighted: Array, picked: list[Array]) -> _Sums:
+    """Return the sums with logits `picked`, of the target and of any kept ids, relative to the largest."""
+    target, *kept = picked
+    return _Sums(top, z, weighted, target - top, *(x - top[..., None] for x in kept))
 
 
 def _chunks(shape: tuple[int, ...], chunk: int) -> tuple[Any, Any]:
@@ -158,20 +241,25 @@ def _chunks(shape: tuple[int, ...], chunk: int) -> tuple[Any, Any]:
     return partial(jax.tree.map, split), partial(jax.tree.map, join)
 
 
-def _forward(hidden: Any, head: Any, targets: Any, temperature: float, chunk: int) -> tuple[Any, tuple[Any, ...]]:
-    sums = _sums(hidden.value, head.value, targets.value, temperature, chunk)
+def _forward(
+    hidden: Any, head: Any, targets: Any, ids: Any, temperature: float, chunk: int
+) -> tuple[Any, tuple[Any, ...]]:
+    ids = None if ids is None else ids.value
+    sums = _sums(hidden.value, head.value, targets.value, ids, temperature, chunk)
     of_all = sums.top + sums.log_z, sums.entropy
-    return (sums.picked - sums.log_z, sums.entropy), (hidden.value, Kept.of(head), targets.value, of_all)
+    return _of_sums(sums), (hidden.value, Kept.of(head), targets.value, ids, of_all)
 
 
-def _backward(temperature: float, chunk: int, kept: tuple[Any, ...], given: Any) -> tuple[Array, Array | None, None]:
+def _backward(
+    temperature: float, chunk: int, kept: tuple[Any, ...], given: Any
+) -> tuple[Array, Array | None, None, None]:
     """Recompute logits l: with p = softmax(l), d log p_y / dl = 1_y − p and dH / dl = −p (log p + H)."""
-    hidden, matrix, targets, of_all = kept
+    hidden, matrix, targets, ids, of_all = kept
     grads = [None if isinstance(g, jax.custom_derivatives.SymbolicZero) else g for g in given]
     split, join = _chunks(targets.shape, chunk)
 
     def one(total: Array | None, xs: tuple[Any, ...]) -> tuple[Array | None, Array]:
-        h, y, (log_sum, entropy), (of_logprob, of_entropy) = xs
+        h, y, v, (log_sum, entropy), (of_logprob, of_entropy, of_kept) = xs
 
         def logits_of(h: Array, *head: Array) -> Array:
             return matmul(h, *(head or [matrix.value]), dtype=jnp.float32) / temperature
@@ -183,12 +271,17 @@ def _backward(temperature: float, chunk: int, kept: tuple[Any, ...], given: Any)
             d += jnp.where(_is_target(logits, y), of_logprob[..., None], 0) - p * of_logprob[..., None]
         if of_entropy is not None:
             d -= p * (log_p + entropy[..., None]) * of_entropy[..., None]
+        if of_kept is not None:
+            own = jnp.zeros_like(logits)
+            for k in range(v.shape[-1]):  # on TPU part of the product; a sum over [n, K, V] would be written
+                own = jnp.where(_is_target(logits, v[..., k]), of_kept[..., k, None], own)
+            d += own - p * of_kept.sum(axis=-1, keepdims=True)
         d_h, *d_head = pull(jnp.broadcast_to(d, logits.shape))
         return (None if total is None else total + d_head[0]), d_h
 
     nothing = None if matrix.trained is None else jnp.zeros_like(matrix.trained)
-    d_head, d_hidden = jax.lax.scan(one, nothing, split((hidden, targets, of_all, grads)))
-    return join(d_hidden), d_head, None
+    d_head, d_hidden = jax.lax.scan(one, nothing, split((hidden, targets, ids, of_all, grads)))
+    return join(d_hidden), d_head, None, None
 
 
 _logprobs.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -19,7 +19,7 @@ from gspo_jax.errors import choices
 from gspo_jax.objectives.checks import check_fraction, check_tokens
 from gspo_jax.objectives.surrogates import widen
 
-__all__ = ["gdpo", "group_centered", "group_zscore", "leave_one_out", "max_rl"]
+__all__ = ["gdpo", "group_centered", "group_zscore", "leave_one_out", "max_rl", "optimal_token_baseline"]
 
 
 def group_zscore(rewards: Shaped[Array, " B"], *, group_size: int) -> Float[Array, " B"]:
@@ -93,6 +93,55 @@ def gdpo(
     scored = jnp.any(jnp.stack([jnp.isfinite(column) for column in columns.values()]), axis=0)
     variance = jnp.sum(total**2) / jnp.maximum(jnp.sum(scored) - 1, 1)
     return total / (jnp.sqrt(variance) + 1e-6)
+
+
+def optimal_token_baseline(
+    rewards: Shaped[Array, " B"],
+    energy: Shaped[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    *,
+    group_size: int,
+) -> Float[Array, "B T"]:
+    """Return rewards minus a baseline per token, the group's mean reward weighted by the energy spent so far.
+
+    Â[i,k] = R_i − b[k], b[k] = Σ_i W[i,k]·R_i / Σ_i W[i,k], W[i,k] = Σ_{j≤k} `energy`[i,j], over the responses i of the
+    group that have a k-th sampled token. https://arxiv.org/abs/2602.07078
+
+    With W the squared norm of the response's score so far, this is the baseline of least variance; `score_energy` sums
+    to the paper's proxy of it. Nothing is divided by the standard deviation. `mask` is True on sampled tokens; values
+    outside have no effect, NaN included, and the result is 0 there. Replies between turns are not counted, as in verl's
+    variant for several turns. A token past the end of all other responses of its group gets 0. There verl 0.9.1 sets
+    the baseline to 0, so that Â is R_i, unless `handle_zero_tail` is off, and it multiplies energies by the squared
+    weights of a mismatch correction. Raises ValueError for mismatched shapes.
+    """
+    check_tokens(energy=energy, mask=mask)
+    x, scored = _centered(rewards, group_size)
+    rows, T = mask.shape
+    row, place = jax.lax.iota(jnp.int32, rows)[:, None], jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
+    counts = mask & scored.reshape(-1, 1)
+    spent = jnp.where(counts, jnp.cumsum(jnp.where(mask, widen(energy), 0.0), axis=1), 0.0)
+
+    def by_place(each: Array) -> Array:
+        """Return a token's value at its number in the response, [P, G, T]."""
+        return jax.lax.full((rows, T), 0, each.dtype).at[row, place].add(each).reshape(-1, group_size, T)
+
+    weights = by_place(spent)
+    total = jnp.sum(weights, axis=1)
+    baseline = jnp.sum(weights * x[..., None], axis=1) / jnp.where(total > 0, total, 1.0)
+    compared = jnp.sum(by_place(counts.astype(jnp.int32)), axis=1) > 1
+    advantages = jnp.where(compared[:, None], x[..., None] - baseline[:, None], 0.0).reshape(rows, T)
+    return jnp.where(counts, jnp.take_along_axis(advantages, place, axis=1), 0.0)
+
+
+def score_energy(logprobs: Float[Array, "B T"], sharpened: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """Return the squared norm of ∇log p(y) in the logits, 1 − 2·p(y) + Σ_v p(v)², up to the temperature's square.
+
+    `logprobs` are log p(y) at the sampling temperature, `sharpened` log-probs of the same tokens at half of it, where
+    the probabilities are p(v)² / Σ_u p(u)²: so log Σ_v p(v)² = 2·logprobs − sharpened. https://arxiv.org/abs/2602.07078
+
+    Computed as (1 − p(y))² + Σ_v p(v)² − p(y)², of terms that are never negative and keep their digits near p(y) = 1.
+    """
+    return jnp.expm1(logprobs) ** 2 - jnp.exp(2 * logprobs - sharpened) * jnp.expm1(sharpened)
 
 
 class _NextToken(NamedTuple):

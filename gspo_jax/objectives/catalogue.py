@@ -4,6 +4,7 @@ To add one, write a function here and list its name in `__all__`. Â is per resp
 the docstring allows it. m is the mask.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +27,7 @@ from gspo_jax.objectives.surrogates import (
     constant_length,
     geometric,
     log_ratio,
+    lowest_before,
     policy_gradient,
     probability_change,
     row_mean,
@@ -41,17 +43,20 @@ __all__ = [
     "dppo_kl",
     "dppo_tv",
     "dr_grpo",
+    "dro",
     "gmpo",
     "grpo",
     "gspo",
     "gspo_token",
     "luspo",
     "minirl",
+    "minpro",
     "ppo",
     "reinforce",
     "rloo",
     "rspo",
     "sapo",
+    "tbpo",
     "vespo",
 ]
 
@@ -232,14 +237,17 @@ def gmpo(*, log_clip: float = 0.4) -> Objective:
         d = log_ratio(b.logprobs, b.old_logprobs, b.mask)
         return geometric(b, clip_log_ratio(d, b.advantages, log_clip=log_clip))
 
-    return Objective(name="gmpo", surrogate=surrogate, weights=sequence_mean, bounds={"log_clip": log_clip})
+    return Objective(
+        name="gmpo", surrogate=surrogate, weights=sequence_mean, one_gain=True, bounds={"log_clip": log_clip}
+    )
 
 
-def rspo(*, log_clip: float = 0.4, gamma_min: float = 0.8, apply: Literal["after", "before"] = "after") -> Objective:
+def rspo(*, log_clip: float = 0.4, gamma_min: float = 0.8, apply: Literal["before", "after"] = "before") -> Objective:
     """Router-Shift Policy Optimization: GMPO with each token damped by how far its routing has shifted.
 
-    gain[i,t] = Â·exp((1/n_i) Σ_t m·(l + log γ')), γ' = sg[max(gamma_min, γ)], l as in `gmpo`. With `apply` "before",
-    the paper's later version, log γ' is added to d before the clip instead. https://arxiv.org/abs/2510.23027
+    gain[i,t] = Â·exp((1/n_i) Σ_t m·l), l as in `gmpo` for d = log π_θ − log π_old + log γ', γ' = sg[max(gamma_min, γ)].
+    With `apply` "after", the first version's form, log γ' is added to l behind the clip instead.
+    https://arxiv.org/abs/2510.23027 (version 2)
 
     Â [B] by `group_zscore`. γ [B, T] is the caller's `router_shift`, exp(−mean over layers and the old experts of |log
     ρ_θ − log ρ_old|), ρ the router's probabilities. Weights: sequence mean. Raises UserError for `log_clip` not above
@@ -248,7 +256,7 @@ def rspo(*, log_clip: float = 0.4, gamma_min: float = 0.8, apply: Literal["after
     check_positive(_LOG_CLIP, log_clip=log_clip)
     if not 0 < gamma_min <= 1:
         raise UserError(f"gamma_min={gamma_min} lies outside (0, 1]; it is the smallest damping factor of a token")
-    check_choice(("after", "before"), apply=apply)
+    check_choice(("before", "after"), apply=apply)
 
     def surrogate(b: TokenBatch) -> Surrogate:
         assert b.router_shift is not None, "rspo needs TokenBatch.router_shift; objectives.loss checks for it"
@@ -260,7 +268,12 @@ def rspo(*, log_clip: float = 0.4, gamma_min: float = 0.8, apply: Literal["after
         return geometric(b, bounded._replace(log_ratios=bounded.log_ratios + damping))
 
     return Objective(
-        name="rspo", surrogate=surrogate, weights=sequence_mean, bounds={"log_clip": log_clip}, router_shift=True
+        name="rspo",
+        surrogate=surrogate,
+        weights=sequence_mean,
+        one_gain=True,
+        bounds={"log_clip": log_clip},
+        router_shift=True,
     )
 
 
@@ -380,6 +393,66 @@ def vespo(*, k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0, la
     return Objective(name="vespo", surrogate=surrogate, weights=token_mean, level="sequence")
 
 
+def dro(*, beta: float = 0.1) -> Objective:
+    """Direct Reward Optimization: the policy gradient with a quadratic penalty on the log-ratio in place of a clip.
+
+    gain[i,t] = Â·log π_θ − (β/2)·(log π_θ − log π_old)², β = `beta`. Its gradient, (Â − β·d)·∇log π_θ, vanishes where
+    the log-ratio d is Â/β. https://arxiv.org/abs/2405.19107, by token as in verl and Tinker
+
+    Â [B] or [B, T] by `group_zscore`; the paper's is the reward less a learned soft value of the prompt. The penalty
+    holds tokens with Â = 0 too, except in groups that dynamic sampling drops. Weights of a mismatch correction multiply
+    both terms. verl has no default for β, and its documentation shows 0.05. Nothing is gated. Weights: token mean.
+    Raises UserError for `beta` not above 0.
+    """
+    check_positive("it is the weight of the penalty, usually 0.05 to 0.1", beta=beta)
+
+    def surrogate(b: TokenBatch) -> Surrogate:
+        plain = policy_gradient(b)
+        penalty = beta / 2 * log_ratio(b.logprobs, b.old_logprobs, b.mask) ** 2
+        return plain._replace(gain=plain.gain - penalty)
+
+    return Objective(name="dro", surrogate=surrogate, weights=token_mean, token_advantages=True)
+
+
+def tbpo(*, low: float = 3e-4, high: float = 4e-4, high_neg: float = 7e-4) -> Objective:
+    """Trust-Band Policy Optimization: GSPO whose ratios are bounded on both sides where Â < 0.
+
+    gain[i,t] = min(s_i, 1 + high)·Â where Â ≥ 0, else clip(s_i, 1 − low, 1 + high_neg)·Â, s_i as in `gspo`: for Â < 0
+    it is a dual clip at 1 + `high_neg`. https://arxiv.org/abs/2604.07853
+
+    The paper also multiplies by the response's geometric-mean ratio π_old/μ to the sampler's policy, capped at 2: that
+    is `mismatch.sequence_tis`. A public implementation holds that ratio above 1/2 too, and has 1e-3 for all bounds. Â
+    [B] by `group_zscore`. The bounds are offsets from 1. Weights: sequence mean. Raises UserError for `low` outside [0,
+    1], `high` below 0, `high_neg` not above 0.
+    """
+    check_positive("it is an offset from 1, so high_neg=7e-4 clips at 1.0007 where Â < 0", high_neg=high_neg)
+    made = _clipped("tbpo", low, high, 1 + high_neg, weights=sequence_mean, level="sequence")
+    return dataclasses.replace(made, bounds={**made.bounds, "high_neg": high_neg})
+
+
+def minpro(*, low: float = 1.0, high: float = 4.0) -> Objective:
+    """Minimum Prefix Ratio: CISPO with each token's ratio multiplied by the smallest one before it in its response.
+
+    gain[i,t] = sg[clip(ρ·r, 1 − low, 1 + high)]·Â·log π_θ, r = exp(log π_θ − log π_old), ρ[i,t] = min_{u<t} r[i,u] over
+    sampled tokens, 1 for the first. ρ·r stands in for the product of the prefix's ratios, a token's exact weight, whose
+    variance grows with its position. https://arxiv.org/abs/2601.22718
+
+    Â [B] or [B, T] by `group_zscore`. `low` and `high` as in `cispo`, with its defaults: a floor would undo what ρ is
+    for. The ratio reported is ρ·r, and tokens with a clipped one are reported as gated. Weights: token mean. Raises
+    UserError for `low` outside [0, 1], `high` below 0.
+    """
+    check_offsets(low, high)
+
+    def surrogate(b: TokenBatch) -> Surrogate:
+        d = jax.lax.stop_gradient(log_ratio(b.logprobs, b.old_logprobs, b.mask))
+        ratio = jnp.exp(d + lowest_before(d, b.mask))
+        weight = jnp.clip(ratio, 1 - low, 1 + high)
+        return Surrogate(weighted_score(b, weight), ratio, ratio < 1 - low, ratio > 1 + high)
+
+    bounds = {"low": low, "high": high}
+    return Objective(name="minpro", surrogate=surrogate, weights=token_mean, token_advantages=True, bounds=bounds)
+
+
 _PER_ROW = partial(constant_length, length=1.0)  # m / N_rows
 _CAP = "it is the largest importance weight of a token, usually 20"
 _LOG_CLIP = "it bounds log r, so 0.4 clips r at 0.67 and 1.49"
@@ -403,7 +476,8 @@ def _clipped(
             d = jnp.broadcast_to(row_mean(d, b.mask)[:, None], d.shape)
         return clipped(d, b.advantages, low=low, high=high, dual_clip=dual_clip)
 
-    return Objective(name=name, surrogate=surrogate, level=level, bounds={"low": low, "high": high}, **others)
+    bounds, one_gain = {"low": low, "high": high}, level == "sequence"
+    return Objective(name=name, surrogate=surrogate, level=level, one_gain=one_gain, bounds=bounds, **others)
 
 
 def _gated(

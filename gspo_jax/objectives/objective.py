@@ -34,16 +34,21 @@ class Objective:
     surrogate: Callable[[TokenBatch], Surrogate]
     weights: Callable[[Bool[Array, "B T"]], Float[Array, "B T"]]
     """mask -> w[B, T], 0 outside the mask."""
-    advantage: Callable[..., Float[Array, " B"]] | None = group_zscore
+    advantage: Callable[..., Float[Array, " B"] | Float[Array, "B T"]] | None = group_zscore
     """(rewards [B], NaN without a score, group_size=G) -> Â [B]; None: Â comes from a critic."""
     by_reward: bool = False
     """True if `advantage` takes the rewards by name, {name: [B]}, in place of their sum, as `advantages.gdpo`."""
+    by_energy: bool = False
+    """True if `advantage` also takes each token's energy and the mask, and gives Â [B, T], as
+    `advantages.optimal_token_baseline`."""
     token_advantages: bool = False
     """True if advantages may also be per token, [B, T]."""
     turn_discount: float | None = None
     """γ per turn of `advantages.group_turns`; None: one advantage per episode, beside those of step rewards."""
     level: Literal["token", "sequence"] = "token"
     """Level of the bounded importance ratio."""
+    one_gain: bool = False
+    """True if a response has one gain, so that the weight of each token falls on the log-probs of all of them alike."""
     bounds: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)  # a dict has no hash
     """Bounds of that ratio, keyed by hyper-parameter name."""
     critic: CriticSettings | None = None

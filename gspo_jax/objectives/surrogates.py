@@ -33,7 +33,8 @@ class Surrogate(NamedTuple):
     ratio: Float[Array, "B T"]
     """Importance ratio, constant."""
     gated_low: Bool[Array, "B T"]
-    """True where the lower bound zeroed the gradient (cispo: clipped the weight; sapo, vespo: halved the gate)."""
+    """True where the lower bound zeroed the gradient (cispo, minpro: clipped the weight; sapo, vespo: halved the
+    gate)."""
     gated_high: Bool[Array, "B T"]
 
 
@@ -64,6 +65,14 @@ def log_ratio(
 def row_mean(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, " B"]:
     """Return each row's masked mean, (1/n_i) Σ_t m·x, 0 for an empty row."""
     return jnp.sum(x, axis=1, where=mask) / jnp.maximum(jnp.sum(mask, axis=1), 1)
+
+
+def lowest_before(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """Return the smallest x of each row's earlier tokens in the mask, 0 where there is none and outside the mask."""
+    nothing = jax.lax.full((), jnp.inf, x.dtype)
+    earlier = jax.lax.pad(jnp.where(mask, x, nothing), nothing, ((0, 0, 0), (1, -1, 0)))
+    lowest = jax.lax.cummin(earlier, axis=1)
+    return jnp.where(mask & (lowest < nothing), lowest, 0.0)
 
 
 def policy_gradient(b: TokenBatch) -> Surrogate:

@@ -169,6 +169,7 @@ def make_run(programs: Mapping[str, Mapping[str, Any]], setting: Setting, *, tok
     config, chips = setting.config, setting.mesh.size
     data, training, engine = config.data, config.training, setting.engine
     scored = engine.critic is not None or engine.scoring_teacher(engine.teacher_shapes) is not None
+    scored = scored or engine.objective.by_energy
     hosts = len({device.process_index for device in setting.mesh.devices.flat})
     workers = 1 if config.scoring.workers is None else config.scoring.workers  # the cores of a host are not known here
     answers = math.ceil(data.prompts_per_batch * config.sampling.group_size / (hosts * workers))

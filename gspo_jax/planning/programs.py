@@ -82,8 +82,8 @@ class _Programs:
         """
         config, engine = self.config, self.engine
         score, teacher = engine.programs.score, engine.scoring_teacher(engine.teacher_shapes)
-        recompute = learning.recomputes(config)
-        if not (recompute or config.reference.kl_weight or teacher or self.critic):
+        own = learning.recomputes(config) or engine.objective.by_energy
+        if not (own or config.reference.kl_weight or teacher or self.critic):
             with jax.set_mesh(self.mesh):
                 score = engine_lib.make_score(config, engine.policy, None, None, recompute=True)
         critic = None
@@ -210,9 +210,10 @@ class _Programs:
             routes,
             tokens if self.engine.scoring_teacher(self.engine.teacher_shapes) else None,
             flips,
+            tokens if objective.by_energy else None,
         )
         distils = self.engine.teacher is not None and config.teacher.form == "advantage"
-        of_tokens = self.critic is not None or len(config.step_rewards) > 0 or distils
+        of_tokens = self.critic is not None or len(config.step_rewards) > 0 or distils or objective.by_energy
         return Batch(
             rollout=rollout,
             packing=self._packing(),

@@ -162,7 +162,8 @@ class Setting:
         if name == "score":
             count, adapted = self._policies_scored
             whole = flops_lib.Flops(*(count * own + other for own, other in zip(forward, teacher, strict=True)))
-            return whole._replace(adapters=adapted * adapters), 1.0
+            again = forward.head if engine.objective.by_energy else 0.0
+            return whole._replace(adapters=adapted * adapters, head=whole.head + again), 1.0
         forward = forward._replace(adapters=adapters)
         if name != "update":
             return forward, 1.0
@@ -177,7 +178,7 @@ class Setting:
     def _policies_scored(self) -> tuple[int, int]:
         """Passes of models of the policy's shape in "score", and those with adapters: its own, and the reference's."""
         config, engine = self.config, self.engine
-        own, reference = learning.recomputes(config), config.reference.kl_weight > 0
+        own, reference = learning.recomputes(config) or engine.objective.by_energy, config.reference.kl_weight > 0
         alone = engine.scoring_teacher(engine.teacher_shapes) is not None and engine.critic is None
         own = own or not (reference or alone)
         return own + reference, own + (reference and bool(engine.policy.adapter_folder))

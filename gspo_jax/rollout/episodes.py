@@ -528,7 +528,7 @@ def merge_decoded(episodes: Episodes, decoded: Decoded) -> Episodes:
         "logprobs": np.where(sampled, new.logprobs, old.logprobs),
         "routes": jax.tree.map(lambda a, b: np.where(known, a, b), old.routes, new.routes),
         "kept": jax.tree.map(
-            lambda a, b: np.where(sampled.reshape(*sampled.shape, *(1,) * (b.ndim - 2)), b, a), old.kept, new.kept
+            lambda a, b: np.where(np.expand_dims(sampled, tuple(range(2, b.ndim))), b, a), old.kept, new.kept
         ),
     }
     rollout = dataclasses.replace(old, **fields)

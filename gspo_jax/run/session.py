@@ -14,7 +14,7 @@ from gspo_jax.engine import Engine
 from gspo_jax.errors import Diverged
 from gspo_jax.folder.notes import SAVED_FILE, note
 from gspo_jax.folder.storage import PUBLISH_S, RunFolder
-from gspo_jax.measuring import noise
+from gspo_jax.measuring import bias, noise
 from gspo_jax.parallel import processes
 from gspo_jax.rewards.batches import BatchScorer
 from gspo_jax.rollout.episodes import Buffer, Episodes, Player
@@ -57,6 +57,16 @@ class Watch(Clock):
     def __init__(self, run: "Run"):
         super().__init__(run.phases)
         self._run = run
+        self.bias: dict[str, float] = {}
+        """Metrics of the bias meter, if due."""
+
+    def collected(self, state: TrainState, batch: Batch) -> None:
+        """Measure the bias of the sampled tokens, if due."""
+        run = self._run
+        if run.due(run.config.mismatch.bias_every, run.boundary.done + 1):
+            self.enter("measure")
+            self.bias = bias.metrics(bias.of_sampled(run.engine, run.engine.weights(state), batch))
+            self.enter("update")
 
     def updated(self, state: TrainState, batch: Batch, minibatch: int, measured: Metrics) -> None:
         """Count consecutive skipped updates.
@@ -167,7 +177,7 @@ class Run:
         last, buffer = done == config.iterations, self.buffer
         rounds = player if isinstance(player, Rounds) else None
         line = {"iteration": done, **log_lib.iteration_metrics(watch, self.engine, batch, rounds)}
-        line |= self.scorer.metrics() | self._noise(state, batch, done)
+        line |= self.scorer.metrics() | watch.bias | self._noise(state, batch, done)
         if buffer is not None:
             line |= {"partial/calls": buffer.calls, "partial/left": len(buffer)}
         columns = log_lib.response_columns(
@@ -198,9 +208,12 @@ class Run:
             self.save()
         self.files.publish(every_s=PUBLISH_S)
 
+    def due(self, every: int, done: int) -> bool:
+        """Return True if something is measured every so many iterations, 0: never, in iteration `done`, or the last."""
+        return bool(every) and (done % every == 0 or done == self.config.iterations)
+
     def _noise(self, state: TrainState, batch: Batch, done: int) -> dict[str, float]:
-        every = self.config.routing.noise_every
-        if not every or (done % every and done != self.config.iterations):
+        if not self.due(self.config.routing.noise_every, done):
             return {}
         ratios, native, replayed = noise.measure(self.engine, self.engine.weights(state), batch)
         return decomposition.metrics(ratios) | noise.flip_metrics(batch, native, replayed)

@@ -308,6 +308,32 @@ def _check_learning(config: ConfigDict, objective: Objective) -> None:
             f"mismatch.correction {config.mismatch.correction!r} weighs the trainer's log-probs against the sampler's; "
             "set training.old_logprobs to 'recompute'"
         )
+    if config.mismatch.center and not config.sampling.keep_top:
+        raise UserError(
+            "mismatch.center is True and sampling.keep_top 0, so that the sampler records no ids to centre over; set "
+            "it to 20, or mismatch.center to False"
+        )
+    if config.mismatch.center and objective.level == "token" and not learning.recomputes(config):
+        raise UserError(
+            f"mismatch.center is True and training.old_logprobs 'sampler': {objective.name}'s ratio then weighs each "
+            "token by π_θ/μ, whose mean score is 0 already; set training.old_logprobs to 'recompute'"
+        )
+    if config.mismatch.bias_every:
+        _check_bias_meter(config)
+
+
+def _check_bias_meter(config: ConfigDict) -> None:
+    every, prompts, rounds = config.mismatch.bias_every, config.data.prompts_per_batch, config.sampling.rounds
+    if prompts < 3:
+        raise UserError(
+            f"mismatch.bias_every is {every}, which compares 3 or more groups of a batch, and data.prompts_per_batch "
+            f"is {prompts}; use at least 3, or 0 for no measurement"
+        )
+    if rounds > 1:
+        raise UserError(
+            f"mismatch.bias_every is {every}, and sampling.rounds {rounds} keeps groups by their rewards, which alone "
+            "gives scores a mean; use rounds 1, or 0 for no measurement"
+        )
 
 
 def _check_adapters(config: ConfigDict) -> None:

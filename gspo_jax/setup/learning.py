@@ -27,6 +27,7 @@ from gspo_jax.training.scoring import Scoring
 from gspo_jax.training.shaping import OVERLONG, Shaping
 from gspo_jax.training.state import CriticRule, make_optimizer
 from gspo_jax.training.terms import Penalties
+from gspo_jax.training.update import Centering
 
 
 def make_objective(config: ConfigDict) -> Objective:
@@ -59,6 +60,13 @@ def _with_advantage(config: ConfigDict, made: Objective) -> Objective:
             raise UserError("objective.advantage is 'gdpo', and no reward has a weight; give at least one of them one")
         weights |= {OVERLONG: 1.0} if penalty else {}  # it is weighted already
         return dataclasses.replace(made, advantage=partial(advantages.gdpo, weights=weights), by_reward=True)
+    if name == "optimal_token_baseline":
+        if not made.token_advantages:
+            raise UserError(
+                f"objective.advantage {name!r} gives each token its advantage, and {made.name} has one per response; "
+                "use gspo_token, grpo, dapo, cispo or reinforce, or another advantage"
+            )
+        return dataclasses.replace(made, advantage=advantages.optimal_token_baseline, by_energy=True)
     if name == "max_rl" and (penalty or min(weights.values(), default=0) < 0):
         what = (
             f"overlong.penalty is {penalty}" if penalty else f"{min(weights, key=weights.__getitem__)} is a punishment"
@@ -83,10 +91,10 @@ def _with_turns(config: ConfigDict, made: Objective) -> Objective:
             f"objective.turn_discount is {discount}, which gives each turn its advantage, and {made.name} has one per "
             "response; use gspo_token, grpo, dapo, cispo or sapo, or None"
         )
-    if made.by_reward:
+    if made.by_reward or made.by_energy:
         raise UserError(
-            f"objective.turn_discount is {discount}, and objective.advantage 'gdpo' compares whole responses; choose "
-            "another advantage, or None"
+            f"objective.turn_discount is {discount}, and objective.advantage {config.objective.advantage!r} compares "
+            "whole responses; choose another advantage, or None"
         )
     return dataclasses.replace(made, turn_discount=discount)
 
@@ -95,6 +103,11 @@ def make_mismatch_correction(config: ConfigDict) -> Correction | None:
     """Return the correction `mismatch.correction`, if any."""
     name = config.mismatch.correction
     return _made(config, "mismatch", name, mismatch.__all__, make_correction) if name else None
+
+
+def make_centering(config: ConfigDict) -> Centering | None:
+    """Return the score centring of `mismatch.center`, if it is on."""
+    return Centering(make_mismatch_correction(config)) if config.mismatch.center else None
 
 
 def _made(config: ConfigDict, title: str, name: str, known: Sequence[str], make: Callable[..., Any]) -> Any:
@@ -127,17 +140,24 @@ def recomputes(config: ConfigDict) -> bool:
 def why_recomputed(config: ConfigDict) -> str:
     """Return a sentence on why `training.old_logprobs="auto"` has old log-probs recomputed, empty if it has not.
 
-    Replay "r2" and mismatch corrections need them. Else a bound of the objective has to be within `SIGMAS` · σ of a
-    ratio of 1: σ = `ROUNDING` for a token's ratio, and over √T for the mean over a response of T tokens, the limit.
+    Replay "r2", mismatch corrections and the centring of token-level objectives need them, and with the advantage
+    "optimal_token_baseline" the trainer scores responses anyway. Else a bound of the objective has to be within
+    `SIGMAS` · σ of a ratio of 1: σ = `ROUNDING` for a token's ratio, and over √T for the mean over a response of T
+    tokens, the limit.
     """
     says, sampling = "old log-probs are recomputed (training.old_logprobs='auto')", config.sampling
     if config.routing.replay == "r2":
         return f"{says}: routing.replay 'r2' replays their routes"
     if config.mismatch.correction:
         return f"{says}: mismatch.correction weighs them against the sampler's"
+    objective = make_objective(config)
+    if config.mismatch.center and objective.level == "token":
+        return f"{says}: mismatch.center is for tokens that no ratio to the sampler weighs"
+    if objective.by_energy:
+        return f"{says}: the trainer scores responses anyway, for the energies of the advantage"
     dtypes = (sampling.weights_dtype or config.model.dtype, sampling.cache_dtype or config.model.dtype)
     dtype = max(dtypes, key=ROUNDING.__getitem__)
-    objective, sigma = make_objective(config), ROUNDING[dtype]
+    sigma = ROUNDING[dtype]
     if objective.level == "sequence":
         sigma /= math.sqrt(sampling.max_response_length)
     name = min(objective.bounds, key=objective.bounds.__getitem__, default="")

@@ -46,6 +46,9 @@ OBJECTIVES = {
     "luspo": Look("#0819C4", ">"),
     "vespo": Look("#982A60", ">", hollow=True),
     "minirl": Look("#D60E31", "p"),
+    "dro": Look("#EB8250", "p", hollow=True),
+    "tbpo": Look("#3750CD", "d"),
+    "minpro": Look("#00A5FF", "d", hollow=True),
 }
 OTHERS = (
     *(Look("#332288", "P"), Look("#CC6677", "h"), Look("#117733", "*")),

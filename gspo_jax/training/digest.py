@@ -75,20 +75,21 @@ def _facts(
     x: Shaped[Array, "..."], starts: Sequence[jax.typing.ArrayLike], *, shape: tuple[int, ...]
 ) -> UInt32[Array, "3"]:
     """Return the facts of a block, from index `starts`, of an array of this `shape`."""
-    place = _mix(_indices(x.shape, starts, shape))
+    place = mix(indices(x.shape, starts, shape))
     # A wide element's halves share the index but need separate hashes.
     halves = _bits(x)
-    one = sum(_mix(bits ^ (place + jnp.uint32(i))) for i, bits in enumerate(halves))
-    two = sum(_mix(bits + place * jnp.uint32(0x9E3779B1) + jnp.uint32(i)) for i, bits in enumerate(halves))
+    one = sum(mix(bits ^ (place + jnp.uint32(i))) for i, bits in enumerate(halves))
+    two = sum(mix(bits + place * jnp.uint32(0x9E3779B1) + jnp.uint32(i)) for i, bits in enumerate(halves))
     bad = jnp.zeros((), jnp.uint32)
     if jnp.issubdtype(x.dtype, jnp.inexact):
         bad = (~jnp.isfinite(x)).sum(dtype=jnp.uint32)
     return jnp.stack([jnp.sum(one, dtype=jnp.uint32), jnp.sum(two, dtype=jnp.uint32), bad])
 
 
-def _indices(
+def indices(
     block: tuple[int, ...], starts: Sequence[jax.typing.ArrayLike], shape: tuple[int, ...]
 ) -> UInt32[Array, "..."]:
+    """Return the elements' places, modulo 2^32, of a block, from index `starts`, of an array of this `shape`."""
     index, stride = jnp.zeros(block, jnp.uint32), 1
     for axis in reversed(range(len(block))):
         along = jax.lax.broadcasted_iota(jnp.uint32, block, axis) + jnp.asarray(starts[axis], jnp.uint32)
@@ -107,7 +108,7 @@ def _bits(x: Shaped[Array, "..."]) -> list[UInt32[Array, "..."]]:
     return [jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * size}")).astype(jnp.uint32)]
 
 
-def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+def mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     """MurmurHash3's finalizer, a bijection of 32-bit words: https://github.com/aappleby/smhasher."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)

@@ -38,10 +38,12 @@ def make_experience(
         if correction is not None:
             found["correction"] = jax.vmap(correction)(old.logprobs, batch.rollout.logprobs, mask)
         if objective.critic is None:
-            sampled = None
-            if objective.turn_discount is not None:
-                sampled = collect(batch.rollout.action_mask, batch.packing, len(rewards.total))
-            advantages = deal(group_advantages(objective, rewards, sampled, group_size=group_size), batch.packing)
+            in_order = partial(collect, packing=batch.packing, count=len(rewards.total))
+            of_tokens = objective.by_energy or objective.turn_discount is not None
+            sampled = in_order(batch.rollout.action_mask) if of_tokens else None
+            energy = None if old.energy is None else in_order(old.energy)
+            advantages = group_advantages(objective, rewards, sampled, energy, group_size=group_size)
+            advantages = deal(advantages, batch.packing)
             return found | {"advantages": add_teacher(advantages, old, mask, weight=teacher) if teacher else advantages}
         assert old.values is not None
         of_tokens = jax.vmap(partial(token_rewards, kl_in_reward=kl_in_reward))(own, old, mask)
@@ -58,12 +60,18 @@ def make_experience(
 
 
 def group_advantages(
-    objective: Objective, rewards: Rewards, sampled: Bool[Array, "B T"] | None = None, *, group_size: int
+    objective: Objective,
+    rewards: Rewards,
+    sampled: Bool[Array, "B T"] | None = None,
+    energy: Float[Array, "B T"] | None = None,
+    *,
+    group_size: int,
 ) -> Float[Array, " B"] | Float[Array, "B T"]:
     """Return a critic-free objective's advantages.
 
-    Per token with a `turn_discount`, which needs the action mask `sampled`, or with step rewards. The latter are then
-    rewards of turns, otherwise they are compared by themselves and added.
+    Per token with a `turn_discount` or `by_energy`, which need the action mask `sampled`, the latter also each token's
+    `energy`, or with step rewards. These are rewards of turns with a `turn_discount`, otherwise they are compared by
+    themselves and added.
     """
     assert objective.advantage is not None
     if objective.turn_discount is not None:
@@ -73,12 +81,15 @@ def group_advantages(
         ends: Any = rewards.turn_ends
         settings: dict[str, Any] = {"discount": objective.turn_discount, "advantage": objective.advantage}
         return group_turns(of_tokens, total, sampled, ends, group_size=group_size, **settings)
-    given: Any = rewards.by_name if objective.by_reward else rewards.total
-    advantages = objective.advantage(given, group_size=group_size)
+    given: tuple[Any, ...] = (rewards.by_name if objective.by_reward else rewards.total,)
+    if objective.by_energy:
+        assert sampled is not None and energy is not None
+        given = (*given, energy, sampled)
+    advantages = objective.advantage(*given, group_size=group_size)
     if rewards.of_steps is None:
         return advantages
     each: tuple[Any, ...] = rewards.of_steps, rewards.steps
-    return advantages[:, None] + group_steps(*each, group_size=group_size)
+    return advantages.reshape(len(advantages), -1) + group_steps(*each, group_size=group_size)
 
 
 def add_teacher(

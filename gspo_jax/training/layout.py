@@ -79,6 +79,14 @@ class Layout:
 
         return by_batch_shard(gather)(x, self.place, self.column)
 
+    def rows_of_tokens(self, x: Shaped[Array, "B T *rest"]) -> Shaped[Array, "R M *rest"]:
+        """Return tokens' values at their own positions; undefined on prompts and padding."""
+
+        def gather(x: Array, place: Array, column: Array) -> Array:
+            return x[place[0], jnp.maximum(column[0], 0)][None]
+
+        return by_batch_shard(gather)(x, self.place, self.column - self.responses.prompts.shape[1])
+
     def whole(self, x: Shaped[Array, "R M *rest"], fill: Any) -> Shaped[Array, "B N *rest"]:
         """Invert `rows`, with `fill` where not live and past the ends of prompt and response."""
         S, T = self.responses.prompts.shape[1], self.responses.tokens.shape[1]
@@ -106,11 +114,11 @@ class Layout:
 
         return by_batch_shard(shift)(x, self.live, self.prompt, self.start, self.responses.prompt_lengths)
 
-    def scored(self, x: Shaped[Array, "R M"]) -> Shaped[Array, "B T"]:
+    def scored(self, x: Shaped[Array, "R M *rest"]) -> Shaped[Array, "B T *rest"]:
         """Return tokens' values from scored positions."""
         return self.own(x)
 
-    def own(self, x: Shaped[Array, "R M"]) -> Shaped[Array, "B T"]:
+    def own(self, x: Shaped[Array, "R M *rest"]) -> Shaped[Array, "B T *rest"]:
         """Return values at the tokens' own positions; 0 outside the mask."""
         where = self.responses.mask, self.start, self.place, self.column - self.responses.prompts.shape[1]
         return by_batch_shard(_own)(x, *where, self.in_response)
@@ -140,6 +148,10 @@ class SideBySide:
         """Return values [B, N, …] of each part at the rows' positions, as `Layout.rows`."""
         return _adjacent([jax.tree.map(part.rows, x) for part, x in zip(self.parts, values, strict=True)])
 
+    def rows_of_tokens(self, values: Sequence[Tree]) -> Tree:
+        """Return values [B, T, …] of each part at the tokens' own positions, as `Layout.rows_of_tokens`."""
+        return _adjacent([jax.tree.map(part.rows_of_tokens, x) for part, x in zip(self.parts, values, strict=True)])
+
     def whole(self, x: Shaped[Array, "Rn M *rest"], fill: Any) -> Shaped[Array, "n B N *rest"]:
         """Invert `rows`, as `Layout.whole`."""
         return jnp.stack([part.whole(own, fill) for part, own in self._of_parts(x)])
@@ -148,7 +160,7 @@ class SideBySide:
         """Return values at the position that predicts each position's token, as `Layout.predicting`."""
         return _adjacent([part.predicting(own) for part, own in self._of_parts(x)])
 
-    def scored(self, x: Shaped[Array, "Rn M"]) -> Shaped[Array, "n B T"]:
+    def scored(self, x: Shaped[Array, "Rn M *rest"]) -> Shaped[Array, "n B T *rest"]:
         """Return tokens' values from scored positions."""
         return jnp.stack([part.scored(own) for part, own in self._of_parts(x)])
 
@@ -222,14 +234,19 @@ def _slices(row: Shaped[Array, "M *rest"], starts: Int[Array, " B"], length: int
 
 @jax.custom_vjp
 def _own(x: Array, mask: Array, start: Array, place: Array, column: Array, in_response: Array) -> Array:
-    """Gather one shard's tokens [B, T] from its row [1, M]; the gradient is a gather too."""
+    """Gather one shard's tokens [B, T, …] from its row [1, M, …]; the gradient is a gather too."""
     del place, column, in_response
-    return jnp.where(mask, _slices(x[0], start, mask.shape[1]), 0)
+    return jnp.where(_like(mask, x), _slices(x[0], start, mask.shape[1]), 0)
 
 
 def _own_backward(residuals: tuple[Array, ...], grads: Array) -> tuple[Array | None, ...]:
     place, column, in_response = residuals
-    return jnp.where(in_response, grads[place, jnp.maximum(column, 0)], 0), None, None, None, None, None
+    return jnp.where(_like(in_response, grads), grads[place, jnp.maximum(column, 0)], 0), None, None, None, None, None
+
+
+def _like(mask: Bool[Array, "a b"], x: Shaped[Array, "c d *rest"]) -> Bool[Array, "a b ..."]:
+    """Return the mask with an axis of one for each of the rest."""
+    return mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))
 
 
 _own.defvjp(lambda x, mask, start, *row: (_own(x, mask, start, *row), row), _own_backward)

@@ -148,6 +148,8 @@ def from_sums(sums: Metrics, maxima: Metrics) -> Metrics:
     if "correction" in sums:
         found["mismatch/weight_mean"] = sums["correction"] / tokens
         found["mismatch/dropped"] = sums["dropped"] / tokens
+    if "center" in sums:
+        found["mismatch/center"] = sums["center"] / tokens
     if "reference_kl" in sums:
         found["reference/kl"] = sums["reference_kl"] / tokens
     if "teacher_kl" in sums:

@@ -11,10 +11,11 @@ from flax import nnx, struct
 from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.backend import compiler_options
-from gspo_jax.kernels.logprobs import token_logprobs
+from gspo_jax.kernels.logprobs import KeptIds, token_logprobs
 from gspo_jax.models.critic import Critic
 from gspo_jax.models.moe import Routes, Routing, layers_first, record
 from gspo_jax.models.transformer import Remat, Transformer
+from gspo_jax.objectives.advantages import score_energy
 from gspo_jax.routing import drift
 from gspo_jax.routing.replay import OF_SAMPLER, Replay, to_replay
 from gspo_jax.training.layout import Layout, SideBySide, fold_all_rows
@@ -40,14 +41,17 @@ class ModelScores:
     """A policy's forward pass."""
 
     logprobs: Float[Array, "B T"]
-    """log π_θ at the sampling temperature, float32; undefined outside the mask."""
+    """log π_θ at the sampling temperature, float32; undefined outside the mask. Renormalised over the kept ids where
+    they are whole."""
     entropy: Float[Array, "B T"]
-    """Entropy of each token's distribution at the sampling temperature, in nats."""
+    """Entropy of each token's distribution at the sampling temperature, over the vocabulary, in nats."""
     routes: Routes
     """Routes of the layout's rows, prompts included: [L, R, M, …]."""
     hidden: Float[Array, "r t D"]
     """Final hidden state that predicts each scored position's token."""
     head: Float[Array, "D V"]
+    kept_logprobs: Float[Array, "B T K"] | None = None
+    """log π_θ at the kept ids, likewise; 0 in unused entries. None without them."""
 
 
 Fields = dict[str, Any]
@@ -75,14 +79,20 @@ def score(
     scoring: Scoring,
     *,
     routing: Routing | None = None,
+    kept: KeptIds | None = None,
 ) -> ModelScores:
-    """Score response tokens in one forward pass, with logits in chunks; `routing` is in terms of rows."""
+    """Score response tokens in one forward pass, with logits in chunks; `routing` and `kept` are in terms of rows."""
     out = layout.forward(weights.model(graph), routing, scoring.remat)
     hidden = layout.predicting(out.hidden)
-    logprobs, entropy = token_logprobs(
-        hidden, out.head, layout.targets, temperature=scoring.temperature, chunk=scoring.logprob_chunk
-    )
-    return ModelScores(layout.scored(logprobs), layout.scored(entropy), out.routes, hidden, out.head)
+    options = {"temperature": scoring.temperature, "chunk": scoring.logprob_chunk}
+    logprobs, entropy, at_kept = token_logprobs(hidden, out.head, layout.targets, kept=kept, **options)
+    at_kept = None if at_kept is None else layout.scored(at_kept)
+    return ModelScores(layout.scored(logprobs), layout.scored(entropy), out.routes, hidden, out.head, at_kept)
+
+
+def kept_ids(rollout: Rollout) -> KeptIds | None:
+    """Return the ids that the sampler kept, if it recorded any."""
+    return None if rollout.kept is None else KeptIds(rollout.kept.ids, rollout.kept.whole)
 
 
 def values(
@@ -109,13 +119,18 @@ def make_old_policy(
     reference_graph: nnx.GraphDef[Transformer] | None = None,
     teacher_graph: nnx.GraphDef[Transformer] | None = None,
     critic: nnx.GraphDef[Critic] | None = None,
+    energy: bool = False,
 ) -> OldPolicyFn:
     """Build a jitted `old_policy(weights, critic_params, reference, batch, teacher)`, called before the updates.
 
     log π_old is the sampler's or, with `recompute`, the trainer's, with routes recorded (the sampler's under `replay`
     "r3" and "r3w") and where the routers' own choice differs from the rollout's record. The reference may have another
     graph, without adapters; it and the teacher always use their own routes. A token beyond the teacher's vocabulary has
-    log π_old as its log π_T, so that there is nothing to learn from it.
+    log π_old as its log π_T, so that there is nothing to learn from it. `energy` adds that of the policy, by one more
+    product with the head.
+
+    Policy and reference are renormalised over the rollout's kept ids where they are whole. The teacher is not: the KL
+    from the renormalised policy to all of its distribution is one too, and differs by a constant at each prefix.
     """
 
     def read(
@@ -130,10 +145,11 @@ def make_old_policy(
         if replay in OF_SAMPLER:
             experts, weigh_by = to_replay(replay, sampled, None)
             asked = Routing(experts, weigh_by=weigh_by)
-        scores, found = score(graph, weights, layout, scoring, routing=asked), Fields()
+        ids = layout.rows_of_tokens([kept_ids(rollout) for rollout in rollouts])
+        scores, found = score(graph, weights, layout, scoring, routing=asked, kept=ids), Fields()
         if reference is not None:
             initial = Weights(reference, weights.frozen)
-            found["reference_logprobs"] = score(reference_graph or graph, initial, layout, scoring).logprobs
+            found["reference_logprobs"] = score(reference_graph or graph, initial, layout, scoring, kept=ids).logprobs
         if teacher is not None:
             assert teacher_graph is not None
             taught = score(teacher_graph, Weights.full(teacher), layout, scoring)
@@ -143,6 +159,10 @@ def make_old_policy(
         if critic is not None:
             assert critic_params is not None
             found["values"] = values(critic, critic_params, layout, scoring, policy_hidden=scores.hidden)
+        if energy:
+            options = {"temperature": scoring.temperature / 2, "chunk": scoring.logprob_chunk}
+            sharpened, *_ = token_logprobs(scores.hidden, scores.head, layout.targets, kept=ids, **options)
+            found["energy"] = score_energy(scores.logprobs, layout.scored(sharpened))
         if recompute:
             found["logprobs"] = scores.logprobs
             config = weights.model(graph).config
@@ -185,7 +205,7 @@ def make_old_policy(
         batch: Batch,
         teacher: nnx.State | None = None,
     ) -> OldPolicy:
-        if not recompute and reference is teacher is critic is None:
+        if not (recompute or energy) and reference is teacher is critic is None:
             return OldPolicy(batch.rollout.logprobs)
         with_models = partial(read, weights, critic_params, reference, teacher)
         fields: Fields = {"logprobs": batch.rollout.logprobs} | in_rows(with_models, batch)

@@ -96,8 +96,8 @@ class Filter:
     def keeps(self, batch: Batch) -> Bool[np.ndarray, " P"]:
         """Return True for groups with a trainable response of non-zero advantage and differing scores of `reward`.
 
-        With a critic, centred rewards stand in for advantages. A group without scores of `reward` is judged by
-        advantages alone.
+        Centred rewards stand in for advantages that are only known later, of a critic or by energy. A group without
+        scores of `reward` is judged by advantages alone.
         """
         G = self.shaping.group_size
         kept = self._learns(batch).reshape(-1, G).any(axis=1)
@@ -111,8 +111,8 @@ class Filter:
         if not trainable.any():  # there may be no reward at all
             return trainable
         objective = self.objective
-        if objective.critic is not None:
-            objective = dataclasses.replace(objective, advantage=group_centered)
+        if objective.critic is not None or objective.by_energy:
+            objective = dataclasses.replace(objective, advantage=group_centered, by_energy=False)
         rewards = self.shaping.rewards(batch)
         sampled = None if objective.turn_discount is None else hosts.allgather(batch.rollout.action_mask)
         advantages = np.asarray(_advantages(objective, rewards, sampled, group_size=self.shaping.group_size))

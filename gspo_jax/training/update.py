@@ -17,6 +17,8 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.moe import Routing, balanced, layers_first
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.objectives import Objective
+from gspo_jax.objectives.mismatch import Correction, OfToken, centering_coefficients, score_centering
+from gspo_jax.objectives.surrogates import row_mean
 from gspo_jax.routing import load as load_lib
 from gspo_jax.routing.drift import router_shift
 from gspo_jax.routing.replay import Replay, to_replay
@@ -24,7 +26,7 @@ from gspo_jax.training import metrics as metrics_lib
 from gspo_jax.training import terms as terms_lib
 from gspo_jax.training.layout import Layout, fold_rows
 from gspo_jax.training.metrics import Metrics
-from gspo_jax.training.scoring import ModelScores, Scoring, score
+from gspo_jax.training.scoring import ModelScores, Scoring, kept_ids, score
 from gspo_jax.training.state import CriticRule, TrainState, step
 from gspo_jax.training.terms import Penalties, Seen
 from gspo_jax.types import Batch, RouterRecord, Weights
@@ -65,6 +67,14 @@ BlameFn = OfMinibatch[tuple[Array, dict[str, Any]]]
 """Returns (the loss, non-finite elements by leaf)."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Centering:
+    """Score centring over the ids that the sampler kept, as `mismatch.score_centering`."""
+
+    correction: Correction | None
+    """What made the batch's factors, if it has any."""
+
+
 def make_gradient(
     graph: nnx.GraphDef[Transformer],
     scoring: Scoring,
@@ -73,6 +83,7 @@ def make_gradient(
     penalties: Penalties = Penalties(),
     replay: Replay = "none",
     teacher_graph: nnx.GraphDef[Transformer] | None = None,
+    centering: Centering | None = None,
 ) -> GradientFn:
     """Build the gradient of policy and critic on a mini-batch.
 
@@ -104,7 +115,9 @@ def make_gradient(
             assert sampled is not None
             routes = sampled if recorded is None else recorded
             replayed, weigh_by = to_replay(replay, sampled, recorded)
-            scores = score(graph, policy, layout, scoring, routing=Routing(replayed, routes.experts, load, weigh_by))
+            kept = jax.tree.map(layout.rows_of_tokens, kept_ids(batch.rollout))
+            routing = Routing(replayed, routes.experts, load, weigh_by)
+            scores = score(graph, policy, layout, scoring, routing=routing, kept=kept)
             value, info = objectives.loss(
                 objective,
                 scores.logprobs,
@@ -118,6 +131,9 @@ def make_gradient(
             sums, maxima = metrics_lib.of_policy(
                 scores, batch, info, config=policy.model(graph).config, layout=layout, routes=routes, replayed=replayed
             )
+            if centering is not None:
+                share_of_loss, more = _centering(scores, batch, weights * info.advantages, objective, centering)
+                value, sums = value + share_of_loss, sums | more
             value, sums = terms_lib.add(terms, Seen(batch, layout, scores, share, critic_params, teacher), value, sums)
             return value, ({"loss": value, **sums}, maxima)
 
@@ -241,6 +257,22 @@ def _load(batch: Batch, config: ModelConfig) -> Float[Array, "L E"]:
     """Return each expert's share of the old policy's pairs over a mini-batch's tokens."""
     experts = layers_first(batch.routes).experts[:, :, batch.rollout.prompts.shape[1] :]
     return load_lib.shares(load_lib.expert_counts(experts, batch.mask, num_experts=config.num_experts))
+
+
+def _centering(
+    scores: ModelScores, batch: Batch, weights: Float[Array, "B T"], objective: Objective, centering: Centering
+) -> tuple[Array, Metrics]:
+    """Return Σ w·Â·C, and sums for the metrics. `weights` are w·Â, without a correction's factors."""
+    kept, now, weight = batch.rollout.kept, scores.kept_logprobs, batch.correction
+    assert kept is not None and now is not None
+    if weight is not None and objective.one_gain:
+        weight = jnp.broadcast_to(row_mean(weight, batch.mask)[:, None], weight.shape)
+    elif isinstance(centering.correction, OfToken):
+        weight = centering.correction.weight
+    present = (kept.ids >= 0) & batch.mask[..., None]
+    given = now, kept.logprobs, present, kept.whole
+    size = jnp.abs(centering_coefficients(*given, weight=weight)).sum()
+    return (weights * score_centering(*given, weight=weight)).sum(), {"center": size}
 
 
 def _router_shift(scores: ModelScores, layout: Layout, old: RouterRecord) -> Float[Array, "B T"]:

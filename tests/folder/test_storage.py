@@ -209,8 +209,9 @@ def python(environment: dict[str, str], *arguments: str, code: int = 0) -> str:
 
 @pytest.mark.faults
 def test_a_run_in_a_bucket_resumes_on_a_new_machine(storage, tmp_path):
-    command = ["-m", "gspo_jax.train", "--config=tests/pod_config.py:countdown", "--workdir=gs://bucket/run"]
-    command += [f"--config.data.data_dir={tmp_path / 'data'}", "--config.checkpoint.every=1"]
+    command = ["-m", "gspo_jax.train", "--config=tests/pod_config.py:countdown,single", "--workdir=gs://bucket/run"]
+    command += ["--config.sampling.slots=4", f"--config.data.data_dir={tmp_path / 'data'}"]
+    command += ["--config.checkpoint.every=1"]
     python(storage, *command, "--config.iterations=2")
     assert "resuming from iteration 2 in gs://bucket/run" in python(storage, *command, "--config.iterations=3")
     evaluated = python(storage, "-m", "gspo_jax.evaluate", *command[2:-1])

@@ -162,8 +162,13 @@ SEVERAL = [
 ]
 
 
-@pytest.mark.parametrize("case", mostly_slow(SEVERAL, always=SEVERAL[:1] + SEVERAL[3:]))
-@pytest.mark.parametrize("begin", mostly_slow(range(3), always=[1]))
+@pytest.mark.parametrize(
+    ("begin", "case"),
+    mostly_slow(
+        [(begin, case) for n, case in enumerate(SEVERAL) for begin in (1, 2 * (n % 2))],
+        always=[(1, case) for case in SEVERAL[:1] + SEVERAL[3:]],
+    ),
+)
 def test_several_tokens_of_a_slot(case, begin, monkeypatch):
     """Slots that feed one token, some and all, within a tile, over the end of a tile, and over that of a page."""
     Q, page, limit = case.queries, case.page, case.page * case.pages

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gspo_jax.kernels import grouped_matmul as gm
 from gspo_jax.kernels.attention import SlotRows, causal_attention, decode_attention
-from gspo_jax.kernels.logprobs import log_softmax_at, token_logprobs
+from gspo_jax.kernels.logprobs import KeptIds, log_softmax_at, token_logprobs
 from gspo_jax.models.cache import stored
+from gspo_jax.parallel import mesh as mesh_lib
 from tests.tiny import mostly_slow
 
 GROUPS = {
@@ -224,7 +226,7 @@ def test_chunked_logprobs_equal_whole_ones(chunk):
         return picked, -(jnp.exp(logprobs) * logprobs).sum(-1)
 
     def ours(hidden, head):
-        return token_logprobs(hidden, head, targets, temperature=0.7, chunk=chunk)
+        return token_logprobs(hidden, head, targets, temperature=0.7, chunk=chunk)[:2]
 
     @partial(jax.jit, static_argnums=0)
     def with_gradients(f, *of):
@@ -233,6 +235,53 @@ def test_chunked_logprobs_equal_whole_ones(chunk):
     (found, found_gradients), (expected, gradients) = (with_gradients(f, hidden, head) for f in (ours, whole))
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), found, expected)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4), found_gradients, gradients)
+
+
+@pytest.mark.parametrize(("chunk", "shards"), [(6, 1), (1000, 2)])
+def test_log_probs_at_kept_ids_are_their_definition(chunk, shards):
+    """In value and gradient, on one device and with a vocabulary on two.
+
+    Some entries are unused, sets whole or not, and targets beyond those that are not.
+    """
+    rng, V, K = np.random.default_rng(5), 34, 9
+    ids = np.stack([rng.permutation(V)[:K] for _ in range(14)]).reshape(2, 7, K)
+    used = np.arange(K) < rng.integers(1, K + 1, (2, 7, 1))
+    used[1, 5:] = False  # of padding
+    ids, whole = np.where(used, ids, -1), used.any(axis=2) & (rng.random((2, 7)) < 0.5)
+    targets = np.where(whole, ids[..., 0], rng.integers(0, V, (2, 7)))
+    hidden, head = rng.standard_normal((2, 7, 8)), rng.standard_normal((8, V))
+    pull = rng.standard_normal((2, 7)), rng.standard_normal((2, 7)), rng.standard_normal((2, 7, K))
+
+    def definition(hidden, head):
+        p = jnp.exp(hidden @ head / 0.7)
+        p /= p.sum(axis=2, keepdims=True)
+        S = (ids[..., None] == np.arange(V)).any(axis=2)
+        mass = jnp.where(whole, (p * S).sum(axis=2), 1.0)[..., None]
+        at = jnp.log(jnp.take_along_axis(p, jnp.asarray(np.maximum(ids, 0)), axis=2) / mass)
+        target = jnp.log(jnp.take_along_axis(p, jnp.asarray(targets[..., None]), axis=2) / mass)[..., 0]
+        return target, -(p * jnp.log(p)).sum(axis=2), jnp.where(used, at, 0)
+
+    def ours(hidden, head):
+        kept = KeptIds(jnp.asarray(ids), jnp.asarray(whole))
+        return token_logprobs(hidden, head, jnp.asarray(targets), kept=kept, temperature=0.7, chunk=chunk)
+
+    def with_gradients(f, dtype):
+        def total(*of):
+            found = f(*of)
+            return sum((x * jnp.asarray(y, dtype)).sum() for x, y in zip(found, pull, strict=True)), found
+
+        return jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(*(jnp.asarray(x, dtype) for x in (hidden, head)))
+
+    with jax.enable_x64(True):
+        expected_gradients, expected = jax.device_get(with_gradients(definition, jnp.float64))
+    mesh = mesh_lib.make_mesh({"fsdp": 1, "tensor": shards}, devices=jax.devices()[:shards])
+    with jax.set_mesh(mesh):
+        head = jax.device_put(head, NamedSharding(mesh, PartitionSpec(None, "tensor")))
+        gradients, found = jax.device_get(with_gradients(ours, jnp.float32))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+    for a, b in zip(gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
 
 
 def test_log_softmax_survives_large_and_masked_logits():

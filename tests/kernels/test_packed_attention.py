@@ -87,10 +87,17 @@ def close(ours, theirs, dtype=jnp.float32):
         np.testing.assert_allclose(np.asarray(a, np.float64), b, atol=tolerance * np.abs(b).max(), rtol=0)
 
 
-@pytest.mark.parametrize("dtype", mostly_slow([jnp.float32, jnp.bfloat16], always=[jnp.float32]))
-@pytest.mark.parametrize(("tokens", "rows"), PACKINGS.values(), ids=PACKINGS.keys())
-def test_equals_the_dense_oracle(tokens, rows, dtype):
-    spans = spans_of(tokens, rows)
+LOWER = [(name, jnp.bfloat16) for name in ("groups, padding, an empty row", "a prompt of several blocks")]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    mostly_slow(
+        [*((name, jnp.float32) for name in PACKINGS), *LOWER], always=[(name, jnp.float32) for name in PACKINGS]
+    ),
+)
+def test_equals_the_dense_oracle(name, dtype):
+    spans = spans_of(*PACKINGS[name])
     arrays = draw(spans, dtype=dtype)
     ours = with_gradients(*arrays, spans)
     close(ours, oracle(*arrays, spans), dtype)
@@ -110,7 +117,8 @@ def test_random_packings_equal_the_dense_oracle(seed):
         groups = [(rng.integers(0, 90), list(rng.integers(1, 150, rng.integers(0, 4)))) for _ in range(3)]
         rows.append([group for group in groups if rng.random() < 0.8])
     longest = max(sum(p + sum(r) for p, r in groups) for groups in rows)
-    spans = spans_of(longest + rng.integers(1, 80), rows)
+    tokens = next(size for size in (300, 511, 833, 1025, 1700) if size > longest)  # few shapes are compiled
+    spans = spans_of(tokens, [*rows, [], []][:3])
     arrays = draw(spans)
     close(with_gradients(*arrays, spans), oracle(*arrays, spans))
 
@@ -118,7 +126,7 @@ def test_random_packings_equal_the_dense_oracle(seed):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     mostly_slow(
-        [(name, dtype) for name in PACKINGS for dtype in (jnp.float32, jnp.bfloat16)],
+        [*((name, jnp.float32) for name in PACKINGS), LOWER[0]],
         always=[("groups, padding, an empty row", jnp.float32)],
     ),
 )

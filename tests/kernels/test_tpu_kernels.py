@@ -320,15 +320,15 @@ def decode(target, name, dtype, cache_dtype=None, queries=1):
 
 
 def vocabulary(target, name, dtype):
-    """Compile the sums of a row's softmaxes over 151,936 tokens."""
+    """Compile the sums of a row's softmaxes over 151,936 tokens, with the logits of 20 ids each."""
     mesh, tokens = topology.topology_mesh(target, {"fsdp": -1}), PACKED[name]
     one, spec = of_mesh(mesh), PartitionSpec(mesh_lib.BATCH_AXES)
     hidden, head = one((tokens * mesh.size, D), dtype, "batch"), one((D, 151936), dtype)
-    targets = one((tokens * mesh.size,), jnp.int32, "batch")
+    targets, ids = (one((tokens * mesh.size, *more), jnp.int32, "batch") for more in ((), (20,)))
     with jax.set_mesh(mesh):
         run = partial(softmax_sums, temperature=0.9)
-        run = jax.shard_map(run, in_specs=(spec, PartitionSpec(), spec), out_specs=spec, check_vma=False)
-        return read(topology.lower(run, hidden, head, targets).compile())
+        run = jax.shard_map(run, in_specs=(spec, PartitionSpec(), spec, spec), out_specs=spec, check_vma=False)
+        return read(topology.lower(run, hidden, head, targets, ids).compile())
 
 
 def decode_int8(target, name, dtype):
@@ -394,19 +394,20 @@ def cases(target):
     """Return (function, name, dtype) of what is compiled.
 
     For v5p all, and the largest in float32 too; elsewhere the largest, with adapters beside experts in int8 for all of
-    the grouped matmul's kernels, and drafts in int8 alone. v5e has the cores and VMEM of v6e, and so its blocks: there,
-    only a kernel of each kind.
+    the grouped matmul's kernels, and drafts in int8 alone. v5e and v6e have the same cores and VMEM, and so the same
+    blocks: of what both would compile, v5e gets a kernel of each kind, and v6e the decode step's and the widest.
     """
     named = [(of, name) for of, names in KERNELS.items() for name in names]
     largest = [case for case in named if case in LARGEST]
     if target.startswith("v5p"):
-        whole = [case for case in largest if case[0] in (packed, experts_swiglu, turned, sums, pairs, vocabulary)]
-        return [*((*case, "bfloat16") for case in named), *((*case, "float32") for case in whole)]
+        whole = [case for case in largest if case[0] in (experts_swiglu, turned, sums, pairs, vocabulary)]
+        return [*((*case, "bfloat16") for case in named), *((*case, "float32") for case in [(packed, "wide"), *whole])]
     left_out = {experts, experts_int8, decode_drafts}
     if target.startswith("v5e"):
-        left_out |= {experts_adapted, decode_int8_drafts}
-        largest = [case for case in largest if case[0] is not decode or case[1] == "30B"]
-    return [(*case, "bfloat16") for case in largest if case[0] not in left_out]
+        left_out |= {decode, experts_adapted, decode_int8_drafts}
+    if target.startswith("v6e"):
+        left_out |= {recurrent, turned, sums, pairs, vocabulary, (packed, "long")}
+    return [(*case, "bfloat16") for case in largest if not left_out & {case, case[0]}]
 
 
 def figures(target):

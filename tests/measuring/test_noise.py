@@ -260,11 +260,13 @@ def test_a_folder_without_facts_is_named(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
 def test_with_r2_the_ratio_of_an_update_has_no_part_of_the_routes(data, tmp_path, monkeypatch):
     """The spread of an update's own log-ratios is the part of the weights, although the routers' own choice moves."""
     config = settings(data, model__folder=str(ADDER), arg="single,runlocal")
     config.optimizer.update({"learning_rate": 3e-3, "warmup_updates": 0})
     config.training.update({"old_logprobs": "recompute", "minibatches": 1})
+    config.sampling.slots = 4
     config.routing.replay = "r2"
     updates, build = [], engine.build
 

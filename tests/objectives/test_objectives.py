@@ -194,7 +194,7 @@ NAN = float("nan")
         ("rspo", {"log_clip": -1.0}, "log_clip=-1.0 is not a positive number"),
         ("rspo", {"gamma_min": 0.0}, "gamma_min=0.0 lies outside (0, 1]; it is the smallest damping factor of a token"),
         ("rspo", {"gamma_min": 1.1}, "gamma_min=1.1 lies outside (0, 1]; it is the smallest damping factor of a token"),
-        ("rspo", {"apply": "befor"}, "no apply 'befor'; did you mean 'before'? there are after, before"),
+        ("rspo", {"apply": "befor"}, "no apply 'befor'; did you mean 'before'? there are before, after"),
         ("sapo", {"tau_pos": 0.0}, "tau_pos=0.0 is not a positive number; it is the steepness of the gate"),
         ("sapo", {"tau_neg": -1.0}, "tau_neg=-1.0 is not a positive number"),
         ("ppo", {"gamma": 1.1}, "gamma=1.1 lies outside [0, 1]; 1 means no discount"),
@@ -217,6 +217,10 @@ NAN = float("nan")
         ("vespo", {"lambda_pos": -1.0}, "lambda_pos=-1.0 is not a positive number"),
         ("vespo", {"k_neg": NAN}, "k_neg=nan is not a positive number"),
         ("vespo", {"lambda_neg": 0.0}, "lambda_neg=0.0 is not a positive number"),
+        ("dro", {"beta": 0.0}, "beta=0.0 is not a positive number; it is the weight of the penalty, usually 0.05"),
+        ("tbpo", {"high_neg": 0.0}, "high_neg=0.0 is not a positive number; it is an offset from 1, so high_neg=7e-4"),
+        ("tbpo", {"low": -0.1}, "low=-0.1 lies outside [0, 1]"),
+        ("minpro", {"high": NAN}, "high=nan is below 0"),
     ],
 )
 def test_what_a_config_can_get_wrong(name, hyper, message):
@@ -250,7 +254,7 @@ def test_offsets_at_their_limits_are_allowed(name):
 
 
 def test_an_advantage_for_each_token_is_for_those_whose_definition_allows_it():
-    allowed = {"gspo_token", "grpo", "ppo", "dapo", "cispo", "sapo", "reinforce"}
+    allowed = {"gspo_token", "grpo", "ppo", "dapo", "cispo", "sapo", "reinforce", "dro", "minpro"}
     assert {name for name in catalogue.__all__ if objectives.make(name).token_advantages} == allowed
     for name in set(catalogue.__all__) - allowed:
         says = rf"{name} takes one advantage per response, \[B\], but got \[4, 3\]; .* gspo_token"

@@ -164,6 +164,65 @@ def test_gdpo_of_a_reward_that_is_not_there():
         advantages.gdpo({"right": jnp.zeros(4)}, weights={"rihgt": 1.0}, group_size=2)
 
 
+# --- optimal_token_baseline -----------------------------------------------------------------------
+
+token_baseline = jax.jit(advantages.optimal_token_baseline, static_argnames="group_size")
+
+
+def test_the_token_baseline_by_hand():
+    # First tokens: (1·1 + 3·0)/(1 + 3) = 1/4. Second: W = 1 + 3 and 3 + 1, so 1/2. The third has nothing to compare.
+    rewards, mask = jnp.array([1.0, 0.0]), jnp.array([[True, True, True], [True, True, False]])
+    energy = jnp.array([[1.0, 3.0, 1.0], [3.0, 1.0, jnp.nan]])
+    got = token_baseline(rewards, energy, mask, group_size=2)
+    np.testing.assert_allclose(got, [[0.75, 0.5, 0], [-0.25, -0.5, 0]], rtol=1e-6)
+    # A reply between the first response's tokens changes no token's number.
+    spread, holes = jnp.array([[1.0, 9.0, 3.0, 1.0], [3.0, 1.0, 9.0, 9.0]]), jnp.array([[1, 0, 1, 1], [1, 1, 0, 0]]) > 0
+    got = token_baseline(rewards, spread, holes, group_size=2)
+    np.testing.assert_allclose(got, [[0.75, 0, 0.5, 0], [-0.25, -0.5, 0, 0]], rtol=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), group_size=st.sampled_from([1, 2, 4]), missing=st.booleans())
+def test_the_token_baseline_equals_the_oracle_whatever_lies_in_padding(seed, group_size, missing):
+    rng = np.random.default_rng(seed)
+    rewards = rng.integers(-2, 3, 8).astype(np.float32)
+    if missing:
+        rewards[rng.random(8) < 0.3] = np.nan
+    mask = rng.random((8, 6)) < rng.choice([0.3, 0.8, 1.0])
+    energy = (rng.random((8, 6)) * rng.choice([0.0, 1.0, 1.0], size=(8, 6))).astype(np.float32)
+    want = oracles.optimal_token_baseline(rewards.astype(float), energy.astype(float), mask, group_size)
+    got = token_baseline(rewards, np.where(mask, energy, np.nan), mask, group_size=group_size)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_the_token_baseline_of_equal_rewards_is_exactly_zero_and_of_equal_energies_the_group_s_mean():
+    rng = np.random.default_rng(0)
+    energy, mask = jnp.asarray(rng.random((8, 5)), jnp.float32), jnp.asarray(np.arange(5) < np.arange(1, 9)[:, None])
+    np.testing.assert_array_equal(token_baseline(jnp.full(8, 0.1), energy, mask, group_size=8), np.zeros((8, 5)))
+    rewards, all_of_it = jnp.asarray(rng.random(8), jnp.float32), jnp.ones((8, 5), bool)
+    got = token_baseline(rewards, jnp.full((8, 5), 0.3), all_of_it, group_size=4)
+    want = np.asarray(group_centered(rewards, group_size=4))[:, None] * np.ones((8, 5))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_the_token_baseline_needs_energies_of_the_mask_s_shape():
+    with pytest.raises(ValueError, match=r"energy \[2, 3\], mask \[2, 2\]; all must be the same"):
+        advantages.optimal_token_baseline(jnp.zeros(2), jnp.zeros((2, 3)), jnp.ones((2, 2), bool), group_size=2)
+
+
+def test_the_energy_is_the_squared_norm_of_the_score_in_the_logits():
+    logits = jnp.asarray(np.random.default_rng(0).normal(scale=3.0, size=(40, 7)), jnp.float32)
+    tokens = jnp.arange(40) % 7
+    at = jax.vmap(lambda row, token: jax.nn.log_softmax(row)[token])
+    score = jax.vmap(jax.grad(lambda row, token: jax.nn.log_softmax(row)[token]))(logits, tokens)
+    got = advantages.score_energy(at(logits, tokens)[None], at(2 * logits, tokens)[None])[0]
+    np.testing.assert_allclose(got, np.sum(np.square(score, dtype=np.float64), axis=1), rtol=1e-4)
+    # One of two tokens, with 10 or −300 more than the other: 2·(1 − p)², where 1 − 2p + Σ p² rounds to 0 or overflows.
+    for more, want in ((10.0, 2 / (1 + np.exp(10.0)) ** 2), (-300.0, 2.0)):
+        both = [jax.nn.log_sigmoid(jnp.full((1, 1), times * more)) for times in (1, 2)]
+        np.testing.assert_allclose(advantages.score_energy(*both), [[want]], rtol=1e-3)
+
+
 # --- group_turns ----------------------------------------------------------------------------------
 
 group_turns = jax.jit(advantages.group_turns, static_argnames=("group_size", "discount", "advantage"))

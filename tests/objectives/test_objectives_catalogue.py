@@ -81,9 +81,9 @@ ROWS = {
     # 0.375 is a log-ratio that float32 batches hold exactly.
     "gmpo": Row(defaults={"log_clip": 0.4}, wide={"log_clip": 0.375}),
     "rspo": Row(
-        defaults={"log_clip": 0.4, "gamma_min": 0.8, "apply": "after"},
+        defaults={"log_clip": 0.4, "gamma_min": 0.8, "apply": "before"},
         wide={"log_clip": 0.375, "gamma_min": 0.7},
-        more=({"log_clip": 0.375, "gamma_min": 0.7, "apply": "before"},),
+        more=({"log_clip": 0.375, "gamma_min": 0.7, "apply": "after"},),
     ),
     "sapo": Row(
         defaults={"tau_pos": 1.0, "tau_neg": 1.05}, wide={"tau_pos": 3.0, "tau_neg": 6.0}, token_advantages=True
@@ -112,6 +112,14 @@ ROWS |= {
         wide={"k_pos": 1.0, "lambda_pos": 1.5, "k_neg": 2.0, "lambda_neg": 1.0},
         level="sequence",
     ),
+    "dro": Row(defaults={"beta": 0.1}, wide={"beta": 0.5}, token_advantages=True),
+    "tbpo": Row(
+        defaults={"low": 3e-4, "high": 4e-4, "high_neg": 7e-4},
+        wide={"low": 0.1, "high": 0.15, "high_neg": 0.3},
+        more=(ON | {"high_neg": 0.3},),
+        level="sequence",
+    ),
+    "minpro": Row(defaults={"low": 1.0, "high": 4.0}, wide=WIDE, more=(ON,), token_advantages=True),
 }
 OF_PROBABILITY = ("dppo_tv", "dppo_kl")
 """Objectives whose bounds are on the change of a probability, not on a ratio."""
@@ -152,7 +160,7 @@ def test_an_objective_says_what_it_is(name):
     row, objective = ROWS[name], objectives.make(name, **ROWS[name].wide)
     assert (objective.level, objective.token_advantages) == (row.level, row.token_advantages)
     assert objective.advantage is row.advantage and (objective.critic is None) == (row.advantage is not None)
-    bounds = {key: row.wide[key] for key in ("low", "high", "log_clip") if key in row.wide}
+    bounds = {key: row.wide[key] for key in ("low", "high", "high_neg", "log_clip") if key in row.wide}
     assert objective.bounds == ({} if name in OF_PROBABILITY else bounds)
     assert objective.router_shift == ("gamma_min" in row.defaults)
     assert hash(objective) is not None  # objectives may be static arguments
@@ -187,7 +195,8 @@ def centres(hyper: Hyper) -> list[float]:
         lower = -1.5 if hyper["low"] == 1 else np.log1p(-hyper["low"])
         upper = np.log1p(hyper["high"])
     dual = [f * np.log(hyper["dual_clip"]) for f in (0.9, 1.2)] if hyper.get("dual_clip") else []
-    return [*on, lower / 2, upper / 2, lower * 1.7, upper * 1.7, -1.5, 1.5, *dual]
+    band = [f * np.log1p(hyper["high_neg"]) for f in (0.5, 0.9, 1.2)] if "high_neg" in hyper else []
+    return [*on, lower / 2, upper / 2, lower * 1.7, upper * 1.7, -1.5, 1.5, *dual, *band]
 
 
 def draw_batch(seed: int, name: str, hyper: Hyper, row_constant: bool = False, rows: int = B) -> oracles.Batch:
@@ -256,7 +265,7 @@ def run(name: str, hyper: Hyper, batch: oracles.Batch):
 # --- 1: the oracle --------------------------------------------------------------------------------
 
 
-SEEDS = [range(12), range(12, 66)]
+SEEDS = [range(12), range(12, 40)]
 
 
 @pytest.mark.parametrize("seeds", mostly_slow(SEEDS, always=SEEDS[:1]), ids=str)
@@ -307,11 +316,12 @@ def test_the_batches_reach_every_corner(name, hyper):
         on_bounds += np.sum(verdict.margin == 0)
         assert np.any(batch.mask[:, 1:] & ~batch.mask[:, :-1])  # some row has a hole
     assert signs == {-1, 0, 1} and {0, 1, T} <= lengths
-    assert gates == ({-1, 0, 1} if hyper else {0})
+    assert gates == ({-1, 0, 1} if hyper and name != "dro" else {0})
     assert on_bounds > 0 or not (hyper.get("low") == 0 or "log_clip" in hyper)
 
 
-BOUNDED = [(name, key) for name, row in ROWS.items() for key in ("low", "high", "dual_clip") if key in row.defaults]
+KEYS = ("low", "high", "high_neg", "dual_clip")
+BOUNDED = [(name, key) for name, row in ROWS.items() for key in KEYS if key in row.defaults]
 BOUNDED = [(name, key) for name, key in BOUNDED if name not in OF_PROBABILITY]
 BOUNDED += [(name, key) for name in ("gmpo", "rspo") for key in ("log_clip below", "log_clip above")]
 
@@ -319,22 +329,22 @@ BOUNDED += [(name, key) for name in ("gmpo", "rspo") for key in ("log_clip below
 @pytest.mark.parametrize("dtype", mostly_slow([np.float32, np.float64], always=[np.float32]))
 @pytest.mark.parametrize("name, bound", BOUNDED)
 def test_a_ratio_on_the_bound_is_not_gated_and_one_step_further_it_is(name, bound, dtype):
-    d = {"low": -0.25, "high": 0.25, "dual_clip": 0.75, "log_clip below": -0.25, "log_clip above": 0.25}[bound]
-    sign = -1.0 if bound in ("low", "dual_clip", "log_clip below") else 1.0
+    d = -0.25 if bound in ("low", "log_clip below") else 0.75 if bound == "dual_clip" else 0.25
+    sign = 1.0 if bound in ("high", "log_clip above") else -1.0
     with jax.enable_x64(dtype is np.float64):
         new, old, mask = jnp.full((1, 1), d - 1, dtype), jnp.full((1, 1), -1, dtype), jnp.ones((1, 1), bool)
         ratio = np.asarray(jnp.exp(new - old))[0, 0]
         edge = dtype(abs(d)) if "log_clip" in bound else ratio
         for at, gated in ((edge, False), (np.nextafter(edge, dtype(0 if "log_clip" in bound else 1)), True)):
             # The differences are exact, so the offset gives the bound back bit by bit.
-            value = {"low": 1 - float(at), "high": float(at) - 1}.get(bound, float(at))
+            value = 1 - float(at) if bound == "low" else float(at) - ("high" in bound)
             wide = {} if "log_clip" in bound else {"low": 1.0, "high": 9.0}
             objective = objectives.make(name, **wide | {bound.split()[0]: value})
             shift = {"router_shift": jnp.ones((1, 1))} if name == "rspo" else {}
             advantages = jnp.full(1, 2 * sign, dtype)
             (_, info), gradient = forward(objective, new, old_logprobs=old, mask=mask, advantages=advantages, **shift)
             assert bool(info.gated[0, 0]) is gated
-            cut = gated and name != "cispo"  # cispo caps the weight but passes the gradient
+            cut = gated and name not in ("cispo", "minpro")  # they cap the weight but pass the gradient
             np.testing.assert_allclose(gradient, [[0.0 if cut else -2 * sign * ratio]], rtol=1e-6)
 
 
@@ -375,14 +385,15 @@ def test_devices_and_micro_batches_add_up(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cuts", [[3, 5], [1] * B], ids=str)
 @NAMES
-def test_uneven_micro_batches_add_up(name, cuts):
+def test_uneven_micro_batches_add_up(name):
+    """One of a single response, and one of all others."""
     hyper = ROWS[name].wide
     batch = draw_batch(1, name, hyper)
     (loss, _), gradient = run(name, hyper, batch)
     arrays = cast(arguments(name, batch))
     arrays["weights"] = objectives.make(name, **hyper).weights(arrays["mask"])
+    cuts = [1, B - 1]
     ends = np.cumsum(cuts)
     parts = [
         compiled(name, **hyper)(**{key: x[end - n : end] for key, x in arrays.items()})
@@ -479,13 +490,16 @@ def test_a_batch_without_tokens_has_no_loss(name):
 
 @settings_of(OPTIONS)
 def test_an_overflowing_ratio_leaves_no_nan_where_its_gradient_is_bounded(name, hyper):
-    """e^200 is inf in float32. At +200 the gradient is bounded for Â > 0 and 0 for Â = 0; at −200, for every Â."""
+    """e^200 is inf in float32. At +200 the gradient is bounded for Â > 0 and 0 for Â = 0; at −200, for every Â.
+
+    A penalty has its own, for Â = 0 too.
+    """
     old, signs = np.full((B, T), -1.0), np.tile([[1.0], [0.0], [1.0], [-1.0]], (B // 4, T))
     new = old + np.tile([[200.0], [200.0], [-200.0], [-200.0]], (B // 4, T))
     batch = oracles.Batch(new, old, np.ones((B, T), bool), signs, np.ones((B, T)))
     (loss, info), gradient = run(name, hyper, batch)
     assert np.isfinite(loss) and np.all(np.isfinite(gradient))
-    np.testing.assert_array_equal(gradient[1::4], 0)
+    np.testing.assert_allclose(gradient[1::4], 200 * hyper.get("beta", 0) / batch.mask.size, rtol=1e-6)
     assert np.all(np.isposinf(info.ratio[:2])) or name in ("sapo", "vespo")
 
 
@@ -539,7 +553,7 @@ def test_a_gated_token_of_gmpo_loses_only_its_own_term():
 def test_rspo_damps_both_signs():
     # γ = 0.9, then 0.5 raised to γ_min = 0.8, then 1: gmpo's result times (0.9 · 0.8)^(1/3).
     shift = jnp.array([[0.9, 0.5, 1.0]] * 2)
-    (loss, info), gradient = compiled("rspo")(**THREE, router_shift=shift)
+    (loss, info), gradient = compiled("rspo", apply="after")(**THREE, router_shift=shift)
     (undamped_loss, undamped_info), undamped = compiled("gmpo")(**THREE)
     np.testing.assert_allclose(gradient, undamped * 0.72 ** (1 / 3), rtol=1e-6)
     np.testing.assert_allclose(loss, undamped_loss * 0.72 ** (1 / 3), rtol=1e-5)
@@ -550,8 +564,8 @@ def test_rspo_before_the_clip_damps_no_token_that_is_cut():
     # Log-ratio 0.45 is above the bound of 0.4; γ = 0.9 or 0.8, applied before the clip, carries it below, γ = 1 does
     # not.
     batch = THREE | {"logprobs": jnp.full((2, 3), -0.55), "router_shift": jnp.array([[0.9, 0.8, 1.0]] * 2)}
-    (_, after), gradient_after = compiled("rspo")(**batch)
-    (loss, before), gradient = compiled("rspo", apply="before")(**batch)
+    (_, after), gradient_after = compiled("rspo", apply="after")(**batch)
+    (loss, before), gradient = compiled("rspo")(**batch)
     np.testing.assert_array_equal(after.gated_high, [[True] * 3, [False] * 3])
     np.testing.assert_array_equal(gradient_after[0], np.zeros(3))
     np.testing.assert_array_equal(before.gated_high, [[False, False, True], [False] * 3])
@@ -663,6 +677,47 @@ def test_luspo_is_gspo_with_rows_weighed_by_their_length():
     arrays = cast(arguments("luspo", batch))
     of_gspo, of_luspo = (compiled(name, **ROWS[name].wide)(**arrays)[1] for name in ("gspo", "luspo"))
     np.testing.assert_allclose(of_luspo, of_gspo * batch.mask.sum(axis=1, keepdims=True), rtol=1e-6, atol=1e-9)
+
+
+def test_dro_pulls_the_ratio_to_the_exponential_of_advantage_over_beta():
+    """By hand: the gradient is −(Â − β·d)/2 for each of two tokens, and with Â = 0 the penalty alone."""
+    one = {"old_logprobs": jnp.array([[-1.0], [-1.0]]), "mask": jnp.ones((2, 1), bool)}
+    new = jnp.array([[-0.5], [-1.25]])
+    of = compiled("dro", beta=2.0)
+    (loss, info), gradient = of(new, **one, advantages=jnp.array([1.0, 0.0]))
+    np.testing.assert_allclose(gradient, [[0.0], [2 * -0.25 / 2]], atol=1e-7)  # d = 0.5 = Â/β, and −0.25
+    np.testing.assert_allclose(loss, -((-0.5 - 0.25) + (0 - 0.0625)) / 2, rtol=1e-6)
+    np.testing.assert_allclose(info.ratio, np.exp([[0.5], [-0.25]]), rtol=1e-6)
+    assert not info.gated.any()
+
+
+def test_tbpo_bounds_responses_with_a_negative_advantage_on_both_sides():
+    """As gspo where Â > 0 and below ratio 1; above it, a response to unlearn that has become likelier is dropped."""
+    old, mask = jnp.full((4, 2), -1.0), jnp.ones((4, 2), bool)
+    new = old + jnp.array([[0.04, 0.0], [0.08, 0.0], [-0.04, 0.0], [0.04, 0.0]])
+    hyper = {"low": 0.01, "high": 0.01, "high_neg": 0.03}
+    arrays = {"old_logprobs": old, "mask": mask, "advantages": jnp.array([-1.0, -1.0, -1.0, 1.0])}
+    (_, info), gradient = compiled("tbpo", **hyper)(new, **arrays)
+    # Row means 0.02, 0.04, −0.02, 0.02: the second passes 1.03, the third falls below 0.99, the last passes 1.01.
+    np.testing.assert_allclose(gradient, [[np.exp(0.02) / 8] * 2, [0, 0], [0, 0], [0, 0]], rtol=1e-6)
+    np.testing.assert_array_equal(info.gated_high[:, 0], [False, True, False, True])
+    np.testing.assert_array_equal(info.gated_low[:, 0], [False, False, True, False])
+    (_, _), of_gspo = compiled("gspo", low=0.01, high=0.01)(new, **arrays)
+    np.testing.assert_allclose(of_gspo[1], [np.exp(0.04) / 8] * 2, rtol=1e-6)  # what gspo would learn from
+
+
+def test_minpro_weighs_a_token_by_the_smallest_ratio_before_it():
+    # Ratios 2, 0.5, (a reply), 4, 1 after a first token that nothing precedes.
+    ratios, mask = jnp.array([[2.0, 0.5, 1e-6, 4.0, 1.0]]), jnp.array([[True, True, False, True, True]])
+    given = {"old_logprobs": jnp.full((1, 5), -9.0), "mask": mask, "advantages": jnp.ones(1)}
+    (_, info), gradient = compiled("minpro")(jnp.log(ratios) - 9, **given)
+    np.testing.assert_allclose(info.ratio, [[2.0, 2 * 0.5, 1.0, 0.5 * 4, 0.5 * 1]], rtol=1e-5)
+    np.testing.assert_allclose(gradient, np.array([[-2.0, -1.0, 0, -2.0, -0.5]]) / 4, rtol=1e-5)
+    # A prefix that only became likelier counts too: it is the smallest ratio, not one of at most 1.
+    given = {"old_logprobs": jnp.zeros((1, 3)), "mask": jnp.ones((1, 3), bool), "advantages": jnp.ones(1)}
+    (_, info), _ = compiled("minpro")(jnp.log(jnp.array([[3.0, 2.0, 0.5]])), **given)
+    np.testing.assert_allclose(info.ratio, [[3.0, 6.0, 1.0]], rtol=1e-5)
+    np.testing.assert_array_equal(info.gated_high, [[False, True, False]])
 
 
 # --- the off-policy sequence mask -----------------------------------------------------------------

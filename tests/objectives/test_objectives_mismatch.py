@@ -9,7 +9,7 @@ import pytest
 
 from gspo_jax.errors import UserError
 from gspo_jax.objectives import mismatch
-from gspo_jax.objectives.mismatch import icepop, make_correction, sequence_mask, tis
+from gspo_jax.objectives.mismatch import icepop, make_correction, sequence_mask, sequence_tis, tis
 
 # Ratios ρ by row; row 1 has a hole, row 2 no token, row 3 agrees.
 RHO = np.array([[1.5, 3.0, 0.25], [0.9, 9.0, 1.1], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
@@ -42,6 +42,15 @@ def test_sequence_mask_drops_rows():
     np.testing.assert_array_equal(factor(sequence_mask(low=0.995)), [[0, 0, 0], [0, 0, 0], [0, 0, 0], [1, 1, 0]])
 
 
+def test_sequence_tis_caps_the_geometric_mean():
+    high = (1.5 * 3 * 0.25) ** (1 / 3)
+    low = (0.9 * 1.1) ** 0.5
+    want = np.array([[high] * 3, [low, 0, low], [0, 0, 0], [1, 1, 0]])
+    np.testing.assert_allclose(factor(sequence_tis()), want, rtol=1e-6)
+    np.testing.assert_allclose(factor(sequence_tis(cap=1.0))[0], np.ones(3), rtol=1e-6)
+    np.testing.assert_array_equal(factor(sequence_tis(), old=SAMPLER + 200.0)[0], [2, 2, 2])
+
+
 def test_no_limit_below_is_allowed():
     np.testing.assert_allclose(factor(icepop(low=0.0))[0], [1.5, 3, 0.25], rtol=1e-6)
     np.testing.assert_array_equal(factor(sequence_mask(low=0.0), old=SAMPLER - 9.0), MASK)
@@ -55,7 +64,8 @@ def test_a_ratio_on_the_limit_is_credible():
 
 @NAMES
 def test_the_defaults_are_those_of_the_specification(name):
-    defaults = {"tis": {"cap": 2.0}, "icepop": {"low": 0.5, "high": 5.0}, "sequence_mask": {"low": 0.99, "high": 1.01}}
+    defaults = {"tis": {"cap": 2.0}, "sequence_tis": {"cap": 2.0}}
+    defaults |= {"icepop": {"low": 0.5, "high": 5.0}, "sequence_mask": {"low": 0.99, "high": 1.01}}
     parameters = inspect.signature(getattr(mismatch, name)).parameters
     assert {key: p.default for key, p in parameters.items()} == defaults[name]
     assert all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
@@ -98,9 +108,10 @@ def test_the_factor_is_at_least_float32(name):
 @pytest.mark.parametrize(
     ("name", "hyper", "says"),
     [
-        ("tsi", {}, "no mismatch correction 'tsi'; did you mean 'tis'. there are icepop, sequence_mask, tis"),
+        ("tsi", {}, "no mismatch correction 'tsi'; did you mean 'tis'. there are icepop, sequence_mask, sequence_tis"),
         ("tis", {"low": 1.0}, "tis has no hyper-parameter 'low'; there are cap"),
         ("tis", {"cap": 0.0}, "cap=0.0 is not a positive number; it is the largest weight of a token, usually 2"),
+        ("sequence_tis", {"cap": -1.0}, "cap=-1.0 is not a positive number; it is the largest weight of a response"),
         ("icepop", {"low": 1.1}, "low=1.1 and high=5.0 do not enclose the ratio 1, where sampler and trainer agree"),
         ("icepop", {"high": 0.9}, "low=0.5 and high=0.9 do not enclose the ratio 1"),
         ("sequence_mask", {"low": -0.1}, "low=-0.1 and high=1.01 do not enclose the ratio 1"),

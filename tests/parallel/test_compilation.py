@@ -215,6 +215,7 @@ def test_simulated_devices_never_read_the_program_that_moves_weights(tmp_path):
 @pytest.mark.slow
 def test_a_second_start_compiles_one_program_and_has_the_same_bits(tmp_path):
     settings = {"model.folder": "tests/golden/adder", "data.data_dir": tmp_path / "data", "iterations": 1}
+    settings |= {"cpu_devices": 2, "mesh.data": 1, "mesh.expert": 1, "sampling.slots": 8}
     for name in ("one", "two"):
         words = train_flags("tests/pod_config.py", tmp_path / name, settings)
         command = [sys.executable, "-m", "gspo_jax.train", *words, f"--json={tmp_path}/{name}.json"]

@@ -146,6 +146,9 @@ def test_flops_of_scoring_are_those_of_the_policies_that_are_read():
         return traced, given.formula("score")[0].forward
 
     alone = flops()
+    energies = flops(**{"objective.name": "grpo", "objective.advantage": "optimal_token_baseline"})
+    assert energies[0] - alone[0] == pytest.approx(energies[1] - alone[1], rel=1e-6), "one more product with the head"
+    assert energies[1] > alone[1]
     reference, both = (
         flops(**{"reference.kl_weight": 0.1, "training.old_logprobs": x}) for x in ("sampler", "recompute")
     )

@@ -43,6 +43,24 @@ def test_router_kl_and_shift_by_hand():
     np.testing.assert_allclose(found["routing/router_shift"], 2**-0.5, rtol=1e-6)
 
 
+def test_flips_count_for_the_tokens_that_a_position_predicts():
+    """A prompt's last position, of three tokens, loses expert 1 with p = 1/4 of K = 2; another, of one, loses none.
+
+    Flip rate: 3/4 of 1/2; probability lost: 3/4 of 1/4. The counts by layer of the same, -1 where unknown.
+    """
+    old, new = (jnp.asarray([[[[0, 1], [2, 3], [-1, -1]]]]), jnp.asarray([[[[0, 4], [3, 2], [0, 1]]]]))
+    logprobs = jnp.log(jnp.broadcast_to(jnp.asarray([0.5, 0.25]), old.shape))
+    counts = jnp.asarray([[3.0, 1.0, 1.0]])
+    found = metrics(compare(old, new, counts, old_logprobs=logprobs, new_logprobs=logprobs))
+    np.testing.assert_allclose(found["routing/flip_rate"], 3 / 8)
+    np.testing.assert_allclose(found["routing/tokens_changed"], 3 / 4)
+    np.testing.assert_allclose(found["routing/mass_lost"], 3 / 16)
+    flips = drift.flipped(old, new)
+    assert flips.tolist() == [[[1, 0, -1]]]
+    shares = drift.rates(jnp.moveaxis(flips, 0, 2), jnp.ones((1, 3), bool), k=2)
+    np.testing.assert_allclose(shares, [1 / 4, 1 / 2])
+
+
 def test_router_kl_is_zero_between_equals_and_a_lower_bound_of_the_whole():
     rng = np.random.default_rng(0)
     p, q = (np.log(rng.dirichlet(np.ones(16), size=(2, 3, 5))) for _ in range(2))

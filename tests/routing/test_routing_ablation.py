@@ -66,7 +66,7 @@ def test_regimes_differ_in_updates_only():
         assert _differences(variant, f"{variant},offpolicy") == wanted
     tiny = _flat(cli.load_config(str(ROOT / "configs/tiny.py:single")).to_dict())
     changed = {name for name, value in _flat(_config("gspo").to_dict()).items() if tiny[name] != value}
-    assert changed == {"iterations", "training.old_logprobs", "objective.grpo.high"}
+    assert changed == {"iterations", "training.old_logprobs", "objective.grpo.high", "objective.rspo.apply"}
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,13 @@ from gspo_jax.training.checkpoint import describe
 from gspo_jax.training.state import make_optimizer, with_new_schedule
 from tests.pods import ROOT, Pod, field_run, rows_of, run_processes, state_of
 from tests.run.test_train import tiny
+from tests.tiny import on_one_device
 
 ADDER = ROOT / "tests" / "golden" / "adder"
+ONE = {"mesh__data": 1, "mesh__fsdp": 1, "mesh__expert": 1}
+"""Fields of runs on one device."""
+EIGHT = {"mesh__data": 4, "mesh__expert": 2, "sampling__slots": 32}
+"""Fields of a run that begins from one of them on eight."""
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -206,27 +211,28 @@ def test_moments_go_on_and_the_schedule_begins_again():
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory) -> tuple[ConfigDict, Path]:
-    """Return the config and folder of a finished run of all weights, with a cold start of its own."""
+    """Return the config and folder of a finished run of all weights on one device, with a cold start of its own."""
     folder = tmp_path_factory.mktemp("own")
-    config = tiny(folder)
+    config = copied(tiny(folder), **ONE, sampling__slots=4)
     config.coldstart.steps, config.log.samples_every, config.log.samples = 5, 1, 32
-    train(config, folder / "run")
+    with on_one_device():
+        train(config, folder / "run")
     return config, folder / "run"
 
 
 @pytest.mark.slow
 def test_a_run_begins_where_another_one_was(own, tmp_path, capsys):
-    """It takes bits and prompts, leaves the other folder as it is, and then needs nothing of it."""
+    """On more devices. It takes bits and prompts, leaves the other folder as it is, and then needs nothing of it."""
     config, workdir = own
     other, new = shutil.copytree(workdir, tmp_path / "a"), tmp_path / "new"
     before = contents(other)
-    config = copied(config, iterations=1, optimizer__learning_rate=5e-5, mesh__data=4, mesh__fsdp=1)
+    config = copied(config, iterations=1, optimizer__learning_rate=5e-5, **EIGHT)
     train(config, new, begin_from=f"{other}@1")
     assert contents(other) == before
     said = " ".join(capsys.readouterr().out.split())
     taken = f"beginning from iteration 1 (update 2) of {other}: weights, optimizer moments and data position"
     rates = "learning rate 4.55e-06 at the first update, the first of 10 of warm-up (optimizer.warmup_updates), "
-    for text in (taken, "optimizer.learning_rate 0.0001 → 5e-05", "mesh.data 2 → 4", rates + "1.82e-05 at the last"):
+    for text in (taken, "optimizer.learning_rate 0.0001 → 5e-05", "mesh.data 1 → 4", rates + "1.82e-05 at the last"):
         assert text in said
     origin = read_note(new, ORIGIN_FILE)
     assert origin is not None and origin["changed"]["iterations"] == [2, 1] and origin["left"] == {}
@@ -256,6 +262,7 @@ def test_a_run_begins_where_another_one_was(own, tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
 def test_parts_are_taken_alone_and_a_cosine_begins_again(own, tmp_path, capsys):
     """Weights alone; the data position alone; a seed leaves the position behind, unless it was asked for."""
     config, other = own
@@ -290,6 +297,7 @@ def test_parts_are_taken_alone_and_a_cosine_begins_again(own, tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
 def test_a_run_with_a_folder_s_model_begins_from_one_with_a_cold_start(own, tmp_path):
     """The same model and tokenizer are taken from elsewhere; others are refused."""
     config, other = own
@@ -329,8 +337,10 @@ def test_adapters_are_taken_beside_their_base(adder, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
 def test_a_critic_is_taken_left_behind_or_made(adder, tmp_path, capsys):
-    config = copied(adder, objective__name="ppo", critic__trunk="policy")
+    without = copied(adder, **ONE, sampling__slots=4)
+    config = copied(without, objective__name="ppo", critic__trunk="policy")
     train(config, tmp_path / "a")
     theirs = state_of(tmp_path / "a" / "checkpoints", 1)
     train(config, tmp_path / "both", begin_from=str(tmp_path / "a"))
@@ -340,7 +350,7 @@ def test_a_critic_is_taken_left_behind_or_made(adder, tmp_path, capsys):
     for name in critics:
         np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
     capsys.readouterr()
-    train(adder, tmp_path / "without", begin_from=str(tmp_path / "a"))
+    train(without, tmp_path / "without", begin_from=str(tmp_path / "a"))
     assert "the critic is left behind" in capsys.readouterr().out
     train(config, tmp_path / "again", begin_from=str(tmp_path / "without"))
     assert "the critic is new, with the taken weights: it has no critic" in " ".join(capsys.readouterr().out.split())

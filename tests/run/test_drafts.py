@@ -23,7 +23,7 @@ def config_of(draft: str, folder: Path):
     config.model.folder = str(ROOT / "tests" / "golden" / "adder")
     config.data.update({"limit": 8, "prompts_per_batch": 8, "data_dir": str(folder / "data")})
     config.data.options.difficulty = "easy"
-    config.sampling.update({"group_size": 4, "slots": 8, "draft": draft, "max_response_length": 24})
+    config.sampling.update({"group_size": 4, "slots": 4, "draft": draft, "max_response_length": 24})
     config.iterations, config.training.minibatches = ITERATIONS, 2
     config.eval.update({"every": 2, "prompts": 8})
     config.log.update({"samples_every": 1, "samples": 32})
@@ -32,6 +32,7 @@ def config_of(draft: str, folder: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
 def test_drafts_change_no_iteration(tmp_path):
     for draft in ("none", "history"):
         train(config_of(draft, tmp_path), tmp_path / draft)

@@ -40,6 +40,13 @@ NOISE = {
     *(f"noise/{level}_{part}" for level in ("token", "sequence") for part in ("share", *decomposition.PARTS)),
 }
 """Those of routing.noise_every alone, which test_noise.py reads."""
+BIAS = {
+    "noise/bias",
+    "noise/score_std",
+    "timing/measure_s",
+    *(f"noise/bias_{x}" for x in ("low", "high", "p", "tokens")),
+}
+"""Those of mismatch.bias_every alone, which test_bias.py reads."""
 ISOLATED = {"timing/queue_s", "reward/without_worker"}
 """Those of isolated reward functions alone, which test_experience.py reads."""
 TEACHER = {"teacher/kl"}
@@ -95,6 +102,17 @@ def run(config: ConfigDict, workdir: Path, written: set[str]) -> list[dict]:
     return rows
 
 
+def assert_resumes(config: ConfigDict, workdir: Path, rows: list[dict]) -> None:
+    """Assert that a run writes the same rows of updates once more, from its checkpoint before the newest."""
+    shutil.rmtree(workdir / "checkpoints" / str(config.iterations))
+    train(config, workdir)
+    again = [row for row in read_metrics(workdir) if "minibatch" in row]
+    for row, other in zip(rows, again, strict=True):
+        same = [name for name in row if not name.startswith(("eval/", *CLOCK))]
+        assert [row[name] for name in same] == [other[name] for name in same], "all of it is in the checkpoint"
+    assert rows[-1]["time"] < again[-1]["time"], "the last iteration was made again"
+
+
 @pytest.mark.parametrize("name", objectives.catalogue.__all__)
 def test_every_objective_is_made_from_its_config_line(name, data):
     config = settings(data, objective__name=name)
@@ -114,7 +132,7 @@ def use_ppo(config: ConfigDict, trunk: str) -> None:
 @pytest.mark.slow
 def test_ppo_with_a_critic_of_its_own_and_its_kl_in_the_reward(data, tmp_path, written):
     """The critic learns, and a resumed run finds it in the checkpoint."""
-    config = settings(data, model__folder=str(ADDER))
+    config = settings(data, model__folder=str(ADDER), checkpoint__every=1)
     use_ppo(config, "own")
     rows = run(config, tmp_path / "run", written)
     assert rows[0]["reference/kl"] == pytest.approx(0, abs=1e-8), "the reference is the initial policy"
@@ -122,18 +140,14 @@ def test_ppo_with_a_critic_of_its_own_and_its_kl_in_the_reward(data, tmp_path, w
     assert all(0.8 < row["routing/replayed"] < 1 for row in rows), "all tokens are replayed but each response's last"
     losses = [row["critic/loss"] for row in rows]
     assert losses[-1] < 0.8 * losses[0], losses
-    for config.iterations in (1, 3):
-        train(config, tmp_path / "resumed")
-    again = [row for row in read_metrics(tmp_path / "resumed") if "minibatch" in row]
-    for row, other in zip(rows, again, strict=True):
-        same = [name for name in row if not name.startswith(("eval/", *CLOCK))]
-        assert [row[name] for name in same] == [other[name] for name in same], "the critic is in the checkpoint"
+    assert_resumes(config, tmp_path / "run", rows)
 
 
 @pytest.mark.slow
 def test_a_sigmoid_router_beside_latent_attention_trains_with_r3w_and_resumes(data, tmp_path, written):
     """The biases, which the updates move, are the sampler's at once and in the checkpoint."""
-    config = settings(data, iterations=2, coldstart__steps=1, routing__replay="r3w", routing__bias_rate=0.05)
+    config = settings(data, iterations=2, checkpoint__every=1, coldstart__steps=1)
+    config.routing.update({"replay": "r3w", "bias_rate": 0.05})
     own = {"family": "deepseek_v3", "dense_layers": 1, "expert_groups": 4, "groups_per_token": 2, "num_kv_heads": 4}
     own["latent"] = {"rank": 16, "query_rank": None, "plain_dim": 8, "value_dim": 12, "interleaved": True}
     config.model.architecture.update({"num_layers": 3, "shared_intermediate_size": 32, **own})
@@ -144,12 +158,8 @@ def test_a_sigmoid_router_beside_latent_attention_trains_with_r3w_and_resumes(da
     assert all(0.8 < row["routing/replayed"] < 1 for row in rows)
     assert [row["routing/flip_rate"] > 0.01 for row in rows] == [False, True, False, True], "by the moved biases"
     assert all(0.5 < row["sampling/kept_whole"] <= 1 for row in rows if "sampling/kept_whole" in row)
-    for config.iterations in (1, 2):
-        train(config, tmp_path / "resumed")
-    again = [row for row in read_metrics(tmp_path / "resumed") if "minibatch" in row]
-    for row, other in zip(rows, again, strict=True):
-        same = [name for name in row if not name.startswith(("eval/", *CLOCK))]
-        assert [row[name] for name in same] == [other[name] for name in same]
+    assert rows[0]["ratio/token_log_max"] < 3e-5, "of kept sets, to rounding"
+    assert_resumes(config, tmp_path / "run", rows)
 
 
 @pytest.mark.slow
@@ -162,9 +172,11 @@ def test_the_whole_loop_of_dapo(data, tmp_path, written):
     config.sampling.filter = "exact_answer"  # the penalty alone would keep groups of wrong answers
     config.reference.kl_weight, config.sampling.keep_top = 0.01, 4
     config.training.old_logprobs = "recompute"
-    config.mismatch.correction = "tis"
+    config.mismatch.update({"correction": "tis", "center": True})
+    config.sampling.weights_dtype = "int8"
     config.routing.update({"replay": "r2", "balance_weight": 0.01, "z_weight": 0.001})
     rows = run(config, tmp_path / "run", written)
+    assert all(0 < row["mismatch/center"] < 0.1 for row in rows if "mismatch/center" in row), "few weights are capped"
     last = [row for row in rows if "dynamic/rounds" in row]
     assert [row["minibatch"] for row in last] == [1] * config.iterations
     assert all(1 <= row["dynamic/rounds"] <= 4 and row["dynamic/filled"] < 1 for row in last)
@@ -230,6 +242,18 @@ def test_everything_at_once(data, tmp_path, written):
         assert row["benchmark/NAME"] <= row["benchmark/NAME_pass_at_k"]
 
 
+@pytest.mark.slow
+def test_truncated_sampling_in_turns_leaves_ratios_at_one(data, tmp_path, written):
+    """To rounding in the first mini-batch, by the sampler's log-probs and R3, of packed rows."""
+    config = settings(data, arg="steps,runlocal", model__folder=str(COUNTER), iterations=1)
+    config.environment.name, config.routing.replay = "countdown_feedback", "r3"
+    config.sampling.update({"max_response_length": 64, "top_p": 0.8, "keep_top": 32})
+    config.training.old_logprobs = "sampler"
+    rows = run(config, tmp_path / "run", written)
+    assert rows[0]["ratio/token_log_max"] < 3e-5 and rows[0]["response/turns"] > 1
+    assert rows[-1]["sampling/kept_whole"] > 0.9
+
+
 def test_a_critic_s_own_trunk_has_the_policy_s_dispatch(data):
     config = settings(data, model__folder=str(ADDER), objective__name="ppo", model__dispatch="ragged_all_to_all")
     policy = make_policy(config, read_folder(config, ADDER)[0])
@@ -243,9 +267,11 @@ def warnings(said: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
 def test_settings_and_batches_that_teach_nothing_are_warned_of_once(data, tmp_path, capsys):
-    config = settings(data, model__folder=str(ADDER), sampling__group_size=1, objective__gspo__low=0.2)
-    config.data.prompts_per_batch = config.sampling.slots = 16
+    config = settings(data, arg="single,runlocal", model__folder=str(ADDER), sampling__group_size=1)
+    config.objective.gspo.low = 0.2
+    config.data.prompts_per_batch, config.sampling.slots = 16, 4
     config.environment.name, config.sampling.top_p = "calculator", 0.9
     train(config, tmp_path / "run")
     said = warnings(capsys.readouterr().out)
@@ -260,13 +286,13 @@ def test_settings_and_batches_that_teach_nothing_are_warned_of_once(data, tmp_pa
 @pytest.mark.slow
 def test_every_metric_is_in_the_glossary_and_nothing_else(written):
     """The runs above write exactly the metrics that the glossary lists, but for those of partial rollouts, of
-    isolated reward functions, of the noise's parts, of a teacher, of servers and of failures.
+    isolated reward functions, of the noise's parts, of the bias, of a teacher, of servers and of failures.
     """
     documented = set(re.findall(r"`([a-z_]+/[A-Za-z0-9_/]+)`", (ROOT / "docs/metrics.md").read_text()))
     rewards = "|".join(("exact_answer", "answer_format", "countdown_steps", "countdown"))
     named = {re.sub(rf"^((?:eval/)?reward)/(?:{rewards})(?=_stderr$|$)", r"\1/NAME", name) for name in written}
     named = {re.sub(rf"^benchmark/NAME/(?:{rewards})$", "benchmark/NAME/REWARD", name) for name in named}
-    others = PARTIAL | ISOLATED | NOISE | TEACHER | SERVERS | FAILURES
+    others = PARTIAL | ISOLATED | NOISE | BIAS | TEACHER | SERVERS | FAILURES
     assert documented >= others
     assert named - others == documented - others
 
@@ -285,6 +311,12 @@ def test_every_metric_is_in_the_glossary_and_nothing_else(written):
             "set training.old_logprobs to 'recompute'",
         ),
         ({"mismatch.correction": "tiss"}, "did you mean 'tis'"),
+        ({"mismatch.center": True}, "sampling.keep_top 0, so that the sampler records no ids to centre over; set it"),
+        (
+            {"objective.name": "grpo", "mismatch.center": True, "sampling.keep_top": 20}
+            | {"training.old_logprobs": "sampler"},
+            "grpo's ratio then weighs each token .* set training.old_logprobs to 'recompute'",
+        ),
         ({"sampling.rounds": 0}, "sampling.rounds is 0; use 1 to "),
         ({"sampling.keep_top": 321}, "sampling.keep_top is 321, and the model's vocabulary has 320 tokens; use fewer"),
         ({"objective.name": "ppo", "objective.ppo.lam": 2.0}, "lam=2.0 lies outside"),

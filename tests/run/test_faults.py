@@ -30,6 +30,7 @@ from tests.pods import (
     field_run,
     launch_faulty,
     rows_of,
+    run_commands,
     run_faulty,
     run_processes,
     stopped,
@@ -51,7 +52,6 @@ def test_stops_and_kills_at_any_point_change_no_bit(whole, data, tmp_path):
     The clock jumps by hours at every stop and during the last run, and no deadline or lease takes notice.
     """
     for phase, number, iterations in (
-        ("evaluate", 1, 0),
         ("updated", 1, 1),  # between two updates: the other is made too
         ("score", 2, 2),  # after sampling for iteration 3, while iteration 2 is not saved yet
         ("evaluate", 1, 3),
@@ -136,14 +136,15 @@ def test_mistakes_are_one_sentence_and_leave_a_run_as_it_is(whole, data, tmp_pat
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    for setting, says in (
+    mistakes = (
         ({"iteratons": 3}, "did you mean 'iterations'"),
         ({"mesh.data": 3}, "mesh data=3, .* needs 12 devices but there are 8; choose sizes whose product is 8"),
         ({"data.prompts_per_batch": 6}, "prompts_per_batch 6 is not divisible by what"),
         ({"model.folder": ROOT / "tests" / "golden" / "counter"}, "counter' here and .*adder' in the run .*--workdir"),
-    ):
-        codes, said = run_faulty("TERM:none:1", command(folder, data, **setting))
-        assert codes == [exits.MISTAKE] and re.search(rf"^error: .*{says}", said, re.MULTILINE), said
+    )
+    ended = run_commands([["gspo_jax.train", *command(folder, data, **setting)] for setting, _ in mistakes])
+    for (_, says), (code, _, said) in zip(mistakes, ended, strict=True):
+        assert code == exits.MISTAKE and re.search(rf"^error: .*{says}", said, re.MULTILINE), said
         assert "Traceback" not in said
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
@@ -307,17 +308,7 @@ ENDS = {
 
 def test_code_of_the_user_s_that_ends_a_command_is_named_and_the_exit_code_says_so(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"completion": "1", "answer": "1"}\n')
-    words = [f"gspo_jax.{command}".replace("TMP", str(tmp_path)).split() for command in ENDS]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.commands"],
-        cwd=ROOT,
-        input=json.dumps(words),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    ended = list(map(json.loads, done.stdout.splitlines()))
-    assert len(ended) == len(ENDS), done.stderr
+    ended = run_commands([f"gspo_jax.{command}".replace("TMP", str(tmp_path)).split() for command in ENDS])
     for (command, says), (code, _, said) in zip(ENDS.items(), ended, strict=True):
         assert code == exits.MISTAKE and re.search(f"^error: {says}", said, re.MULTILINE), f"{command}: {code}, {said}"
         assert "Traceback" not in said

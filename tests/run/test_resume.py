@@ -63,7 +63,7 @@ from gspo_jax.config import source
 from tests import pod_config
 
 def get_config():
-    config = pod_config.get_config("calculator,partial")
+    config = pod_config.get_config("calculator,partial,single")
     config.data.task, config.data.options = "jsonl", {}
     config.data.sources = {
         "sums": source("DATA/sums.jsonl", weight=3.0, rewards=("exact_answer",)),
@@ -78,7 +78,10 @@ def get_config():
 
 @pytest.mark.slow
 def test_adapters_on_a_mixture_resume_with_unfinished_episodes_to_the_same_bits(tmp_path):
-    """A run on three files, in several turns; its checkpoints go with one base alone, and become folders to load."""
+    """A run on three files, in several turns; its checkpoints go with one base alone, and become folders to load.
+
+    On one device; test_branch.py takes sharded adapters from a checkpoint.
+    """
     records = list(
         tasks.load("arithmetic", split="train", data_dir=str(tmp_path / "tfds"), difficulty="easy", limit=120)
     )
@@ -89,7 +92,7 @@ def test_adapters_on_a_mixture_resume_with_unfinished_episodes_to_the_same_bits(
     base = shutil.copytree(ROOT / "tests" / "golden" / "adder", tmp_path / "base")
     settings = {"model.folder": base, "iterations": ITERATIONS, "checkpoint.every": 1, "reference.kl_weight": 0.01}
     settings |= {"adapter.rank": 4, "adapter.expert_rank": 2, "optimizer.learning_rate": 1e-2}
-    settings |= {"adapter.base_dtype": "int8"}
+    settings |= {"adapter.base_dtype": "int8", "sampling.slots": 8}
 
     def mixed(workdir: Path) -> list[str]:
         return ["-m", "gspo_jax.train", *train_flags(str(tmp_path / "mixture.py"), workdir, settings)]
@@ -379,13 +382,15 @@ def test_no_change_of_the_optimizer_shapes_its_state(change):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
 def test_hyper_parameters_change_together_and_every_change_is_noted(tmp_path, capsys):
     """A KL is switched on, changed and switched off, and its reference is compared once it is on again."""
     model, own = shutil.copytree(ROOT / "tests" / "golden" / "adder", tmp_path / "model"), tmp_path / "own.jsonl"
     write_rows(own, range(8))
-    config = cli.load_config(f"{ROOT}/tests/pod_config.py")
+    config = cli.load_config(f"{ROOT}/tests/pod_config.py:single")
     config.update_from_flattened_dict(
         {"model.folder": str(model), "data.data_dir": str(tmp_path / "data"), "iterations": 1, "eval.every": 100}
+        | {"sampling.slots": 4}
     )
     train(config, tmp_path / "run")
     changed = {"optimizer.learning_rate": 5e-5, "optimizer.b1": 0.8, "optimizer.weight_decay": 0.1}
@@ -409,7 +414,7 @@ def test_hyper_parameters_change_together_and_every_change_is_noted(tmp_path, ca
     assert last["actor/lr"] == pytest.approx(first["actor/lr"] / 2 * 4) and "reference/kl" not in first
     assert {"reference/kl", "benchmark/own"} <= last.keys() and first.keys() < read_metrics(tmp_path / "run")[3].keys()
 
-    for kl_weight in (0.0, 0.1):
+    for kl_weight in (0.0, 0.05):
         config.iterations, config.reference.kl_weight = config.iterations + 1, kl_weight
         if kl_weight:
             weights = model / "model.safetensors"
@@ -424,7 +429,7 @@ def test_hyper_parameters_change_together_and_every_change_is_noted(tmp_path, ca
     ]
     assert later == [
         *(("iterations", 3, 5), ("reference.kl_weight", 0.0, 5)),
-        *(("iterations", 4, 7), ("reference.kl_weight", 0.1, 7)),
+        *(("iterations", 4, 7), ("reference.kl_weight", 0.05, 7)),
     ]
     record = describe(str(tmp_path / "run" / "checkpoints" / "4"))["run"]
     assert record["changes"] == read_changes(tmp_path / "run")

@@ -5,8 +5,6 @@ import json
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from tests.pods import (
     copy_of_launchers,
     launch_faulty,
     rows_of,
+    run_commands,
     run_faulty,
     run_processes,
     train_flags,
@@ -150,17 +149,7 @@ def test_every_way_of_not_answering_is_one_sentence(data, tmp_path):
             )
             url = urls.get(name, nobody)
             words.append(judged(place / "run", data, make(place), url, function, **settings))
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.commands"],
-            cwd=ROOT,
-            input=json.dumps([["gspo_jax.train", *each] for each in words]),
-            capture_output=True,
-            text=True,
-            timeout=500,
-            check=False,
-        )
-    ended = list(map(json.loads, done.stdout.splitlines()))
-    assert len(ended) == len(ENDS), done.stderr
+        ended = run_commands([["gspo_jax.train", *each] for each in words])
     for (name, (_, cause)), (code, _, said) in zip(ENDS.items(), ended, strict=True):
         assert code == exits.UNSCORED, f"{name}: {code}, {said}"
         assert re.search(

@@ -56,6 +56,7 @@ LEGITIMATE = {
     "judge.high": (-1.0,),
     "benchmarks.*.every": (0,),
     "routing.noise_every": (0,),
+    "mismatch.bias_every": (0,),
     "objective.dppo_tv.high": (),  # a probability
     "objective.dppo_kl.high": (),
     "objective.*.high": (INF,),  # no upper bound

@@ -37,7 +37,13 @@ def config(changes):
         ),
         ({"objective.name": "reinforce"}, ""),  # has no bound
         (GRPO | FLOAT32 | {"routing.replay": "r2"}, "routing.replay 'r2' replays their routes$"),
+        (GRPO | FLOAT32 | {"objective.advantage": "optimal_token_baseline"}, "the energies of the advantage$"),
         (GRPO | FLOAT32 | {"mismatch.correction": "tis"}, "mismatch.correction weighs them against the sampler's$"),
+        (
+            GRPO | FLOAT32 | {"mismatch.center": True},
+            "mismatch.center is for tokens that no ratio to the sampler weighs$",
+        ),
+        (GSPO | FLOAT32 | {"mismatch.center": True}, ""),
     ],
 )
 def test_old_log_probs_are_recomputed_where_rounding_could_pass_the_bounds_or_they_are_needed(changes, why):

@@ -55,6 +55,14 @@ SOFT = 4 * E2 / (1 + E2) ** 2
         ("minirl", 1, 1.2, 1.2, False),
         ("minirl", -1, 0.7, 0.0, True),
         ("vespo", 1, 2.0, 4 * math.exp(-3), True),
+        # Where Â < 0 the band ends at 1 + 7e-4, which gspo does not bound.
+        ("tbpo", -1, 1.0006, 1.0006, False),
+        ("tbpo", -1, 1.0008, 0.0, True),
+        ("tbpo", 1, 1.0005, 0.0, True),
+        # The first token has no prefix. The penalty of dro: 1 − 0.1·log r / Â.
+        ("minpro", -1, 7.0, 5.0, True),
+        ("dro", 1, 2.0, 1 - 0.1 * math.log(2), False),
+        ("dro", -1, 2.0, 1 + 0.1 * math.log(2), False),
     ],
 )
 def test_gates_worked_by_hand(name, advantage, ratio, weight, gated):

@@ -53,7 +53,7 @@ def test_every_objective_has_a_look_of_its_own():
     assert set(OBJECTIVES) == set(catalogue.__all__)
     marks = [(look.marker, look.hollow) for look in (*OBJECTIVES.values(), *OTHERS)]
     assert len(set(marks)) == len(marks)  # without any colour
-    assert _nearest([look.color for look in OBJECTIVES.values()]) > 18
+    assert _nearest([look.color for look in OBJECTIVES.values()]) > 15
     assert _nearest([look.color for look in OTHERS]) > 12
 
 

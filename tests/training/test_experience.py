@@ -21,6 +21,7 @@ from gspo_jax.objectives.advantages import (
     group_zscore,
     leave_one_out,
     max_rl,
+    optimal_token_baseline,
 )
 from gspo_jax.objectives.mismatch import make_correction
 from gspo_jax.parallel import mesh as mesh_lib
@@ -122,6 +123,22 @@ def test_rewards_are_compared_one_by_one_where_the_advantage_takes_them_so():
     found = learn_from("gspo", Rewards(total=TOTAL, learn=np.ones(B, bool), by_name=by_name), OldPolicy(OLD), **given)
     want = gdpo(by_name, weights={"right": 1.0, "short": 0.5}, group_size=G)
     np.testing.assert_allclose(found.advantages, want, rtol=1e-6)
+
+
+def test_energies_reach_the_token_baseline_in_the_order_of_the_batch_and_steps_are_added():
+    """A response that is not learned from still counts in its group's baseline."""
+    given, energy = {"advantage": optimal_token_baseline, "by_energy": True}, RNG.random((B, T)).astype(np.float32)
+    rewards, old = Rewards(total=TOTAL, learn=np.array([True, False, True, True])), OldPolicy(OLD, energy=energy)
+    found = learn_from("grpo", rewards, old, **given)
+    want = oracles.optimal_token_baseline(TOTAL.astype(float), energy.astype(float), MASK, G)
+    np.testing.assert_allclose(found.advantages, want, rtol=1e-5, atol=1e-6)
+    assert np.ptp(want[0, :3]) > 0.01
+    of_tokens, steps = np.zeros((B, T), np.float32), np.zeros((B, T), bool)
+    of_tokens[0, 1], steps[0, [1, 3]] = 1.0, True
+    rewards = dataclasses.replace(rewards, of_steps=of_tokens, steps=steps)
+    found = learn_from("grpo", rewards, old, **given)
+    want += group_steps(of_tokens, steps, group_size=G)
+    np.testing.assert_allclose(found.advantages, want, rtol=1e-5, atol=1e-6)
 
 
 def test_a_critic_s_advantages_returns_and_kl_in_the_reward():
@@ -381,6 +398,7 @@ TWO_STEPS = ONE_STEP + np.eye(1, T, 4, dtype=np.float32) * 0.5 * np.eye(B, 1, dt
         ({"name": "gspo_token"}, {"total": [1] * 4, "of_steps": TWO_STEPS, "steps": TWO_STEPS > 0}, [True, False]),
         # A critic's advantages are not known: the rewards decide.
         ({"name": "ppo"}, {"total": [0, 1, 1, 1]}, [True, False]),
+        ({"name": "grpo", "by_energy": True}, {"total": [0, 1, 1, 1]}, [True, False]),
         # A reward for the format alone keeps both groups alive, but not if the answer's reward is to judge.
         ({}, {"total": [0, 0.1, 1, 1.1], "by_name": {"right": [0, 0, 1, 0]}}, [True, True]),
         ({"reward": "right"}, {"total": [0, 0.1, 1, 1.1], "by_name": {"right": [0, 0, 1, 0]}}, [False, True]),
@@ -395,7 +413,8 @@ TWO_STEPS = ONE_STEP + np.eye(1, T, 4, dtype=np.float32) * 0.5 * np.eye(B, 1, dt
 def test_dynamic_sampling_keeps_groups_whose_advantages_differ(settings, rewards, expected):
     settings = {"name": "gspo", "reward": ""} | settings
     name, reward = settings.pop("name"), settings.pop("reward")
-    objective = dataclasses.replace(objectives.make(name), turn_discount=settings.pop("turn_discount", None))
+    changes = {key: settings.pop(key) for key in ("turn_discount", "by_energy") if key in settings}
+    objective = dataclasses.replace(objectives.make(name), **changes)
     shaping = dataclasses.replace(SHAPING, **settings)
     columns = {key: np.array(rewards[key]) for key in ("of_steps", "steps") if key in rewards}
     if "by_name" in rewards:

@@ -20,25 +20,29 @@ from gspo_jax.routing.drift import router_shift
 from gspo_jax.setup import learning
 from gspo_jax.training.layout import deal
 from gspo_jax.training.packing import Packer
-from gspo_jax.training.scoring import Scoring, make_old_policy, score, values
+from gspo_jax.training.scoring import Scoring, kept_ids, make_old_policy, score, values
 from gspo_jax.types import Batch, RouterRecord
 from tests.alone import Alone
-from tests.tiny import CONFIG, EIGHT, dealt, mesh_id, mostly_slow, packed, responses, weights
+from tests.tiny import CONFIG, EIGHT, dealt, mesh_id, mostly_slow, packed, responses, some_kept, weights
 
 GRAPH, _ = transformer.abstract(CONFIG)
 G, T = 2, 8
-SCORING = Scoring(logprob_chunk=64, group_size=G)
+SCORING = Scoring(temperature=0.8, logprob_chunk=64, group_size=G)
 
 
 @jax.jit
 def alone(weights, responses, routing=None):
     """Return the scores of responses with a row each."""
-    return score(GRAPH, weights, Alone(responses), SCORING, routing=routing)
+    return score(GRAPH, weights, Alone(responses), SCORING, routing=routing, kept=kept_ids(responses))
 
 
 @pytest.fixture(scope="module")
 def rollout():
-    return responses(P=4, G=G, T=T)
+    return with_kept(responses(P=4, G=G, T=T))
+
+
+def with_kept(rollout):
+    return dataclasses.replace(rollout, kept=some_kept(rollout))
 
 
 def make_critic(*, own_trunk: bool):
@@ -114,14 +118,24 @@ def test_the_old_policy_s_views(rollout):
 
     plain = seen(make_old_policy(GRAPH, SCORING, recompute=False), None, None)
     np.testing.assert_array_equal(plain.logprobs, rollout.logprobs)
-    assert plain.values is plain.reference_logprobs is plain.routes is None
-    whole = make_old_policy(GRAPH, SCORING, recompute=True, critic=graph)
+    assert plain.values is plain.reference_logprobs is plain.routes is plain.energy is None
+    whole = make_old_policy(GRAPH, SCORING, recompute=True, critic=graph, energy=True)
     found = seen(whole, critic, reference.trainable)
     own, mask = alone(weights(), rollout), rollout.mask
     np.testing.assert_allclose(found.logprobs[mask], own.logprobs[mask], atol=1e-5)
     np.testing.assert_allclose(found.values[mask], (own.hidden @ head)[mask], rtol=2e-4, atol=2e-4)
     np.testing.assert_allclose(found.reference_logprobs[mask], alone(reference, rollout).logprobs[mask], atol=1e-5)
     assert np.abs(found.reference_logprobs - found.logprobs)[mask].max() > 0.01
+    full = alone(weights(), dataclasses.replace(rollout, kept=None))
+    apart = (own.logprobs - full.logprobs)[mask]
+    assert (np.abs(apart) > 1e-3).tolist() == rollout.kept.whole[mask].tolist(), "renormalised where whole"
+    logits = (np.asarray(own.hidden, np.float64) @ np.asarray(own.head, np.float64) / SCORING.temperature)[mask]
+    for row, ids, all_kept in zip(logits, rollout.kept.ids[mask], rollout.kept.whole[mask], strict=True):
+        row[np.isin(np.arange(len(row)), ids, invert=True) & all_kept] = -np.inf
+    p = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    energy = 1 - 2 * p[np.arange(len(p)), rollout.tokens[mask]] + np.square(p).sum(axis=1)
+    np.testing.assert_allclose(found.energy[mask], energy, rtol=1e-4)
+    assert np.ptp(energy) > 0.01
     recorded, expected = np.moveaxis(np.asarray(found.routes.experts), 2, 0), np.asarray(own.routes.experts)
     in_prompt = np.arange(rollout.prompts.shape[1])[None] < rollout.prompt_lengths[:, None]
     real = np.concatenate([in_prompt, mask], axis=1)
@@ -138,7 +152,7 @@ def test_the_old_policy_s_views(rollout):
 )
 def test_rows_have_the_old_policy_s_views_of_each_response_alone(sizes, at_once):
     """Log-probs, routes at every position, values and reference, under replay of a sampler's routes."""
-    rollout, rng = responses(P=16, G=4, T=T), np.random.default_rng(0)
+    rollout, rng = with_kept(responses(P=16, G=4, T=T)), np.random.default_rng(0)
     experts = rng.integers(0, CONFIG.num_experts, rollout.routes.experts.shape).astype(np.int8)
     experts[..., 1] = (experts[..., 0] + 1) % CONFIG.num_experts
     experts[:, : rollout.prompts.shape[1]] = np.repeat(experts[::4, : rollout.prompts.shape[1]], 4, axis=0)

@@ -24,6 +24,7 @@ from gspo_jax.models import lora, transformer
 from gspo_jax.models.config import by_path
 from gspo_jax.models.lora import TARGETS, Adapters
 from gspo_jax.models.moe import Routing, layers_first
+from gspo_jax.objectives.mismatch import tis
 from gspo_jax.objectives.regularizers import value_loss
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.compilation import CompileCounter
@@ -35,13 +36,13 @@ from gspo_jax.training import metrics as metrics_lib
 from gspo_jax.training.checkpoint import Checkpointer, restore
 from gspo_jax.training.experience import make_experience
 from gspo_jax.training.packing import Packer, take_minibatch
-from gspo_jax.training.scoring import Scoring, make_old_policy, score, values
+from gspo_jax.training.scoring import Scoring, kept_ids, make_old_policy, score, values
 from gspo_jax.training.shaping import Shaping
 from gspo_jax.training.state import CriticRule, TrainState, make_optimizer, new_state, state_shardings
-from gspo_jax.training.update import Penalties, make_blame, make_gradient, make_update
-from gspo_jax.types import Batch, OldPolicy, Packing, Rewards, Rollout, RouterRecord, Weights
+from gspo_jax.training.update import Centering, Penalties, make_blame, make_gradient, make_update
+from gspo_jax.types import Batch, KeptRecord, OldPolicy, Packing, Rewards, Rollout, RouterRecord, Weights
 from tests.alone import Alone
-from tests.tiny import CONFIG, EIGHT, dealt, leaf_errors, mostly_slow, packed, params, responses, weights
+from tests.tiny import CONFIG, EIGHT, dealt, leaf_errors, mostly_slow, packed, params, responses, some_kept, weights
 
 GRAPH, SHAPES = transformer.abstract(CONFIG)
 NONE = nnx.State({})
@@ -86,16 +87,21 @@ def experience() -> Batch:
 
 @pytest.fixture(scope="module")
 def whole(experience) -> Batch:
-    """Return the experience with values, returns, reference, routes and corrections, used or not.
+    """Return the experience with values, returns, reference, routes, kept ids and corrections, used or not.
 
     Old policy and sampler recorded different experts, and neither those that the policy itself would choose.
     """
-    rng, r = np.random.default_rng(1), experience.rollout
-    routes = recompute(weights(), r).routes
+    rng = np.random.default_rng(1)
+    r = dataclasses.replace(experience.rollout, kept=some_kept(experience.rollout))
+    scored = recompute(weights(), r)
+    routes, logprobs = scored.routes, np.where(r.mask, scored.logprobs, 0)
+    apart = experience.old.logprobs - experience.rollout.logprobs
+    r = dataclasses.replace(r, logprobs=logprobs, behaviour_logprobs=logprobs)
     noise, S = rng.normal(scale=0.1, size=routes.logprobs.shape).astype(np.float32), r.prompts.shape[1]
     noise[:, :S] = np.repeat(noise[::G, :S], G, axis=0)  # one record of a group's prompt
     old = dataclasses.replace(
         experience.old,
+        logprobs=logprobs + apart,
         reference_logprobs=r.logprobs + rng.normal(scale=0.1, size=r.mask.shape).astype(np.float32),
         values=rng.normal(size=r.mask.shape).astype(np.float32),
         routes=RouterRecord(others(routes.experts, 1), routes.logprobs + noise),
@@ -120,7 +126,9 @@ class Trainer(NamedTuple):
     update: Callable[[TrainState, Batch, int], tuple[TrainState, dict]]
 
 
-def make_trainer(*, name="gspo", sizes=None, turns=None, replay="none", rule=None, **penalties) -> Trainer:
+def make_trainer(
+    *, name="gspo", sizes=None, turns=None, replay="none", rule=None, centering=None, **penalties
+) -> Trainer:
     """Return the trainer of an objective; without a mesh if `sizes` is None, with a recorder if `rule` is.
 
     A batch that is not packed yet takes `turns` micro-batches, one if that is None.
@@ -128,7 +136,8 @@ def make_trainer(*, name="gspo", sizes=None, turns=None, replay="none", rule=Non
     record, schedule = rule or recorder()
     objective = objectives.make(name)
     critic = CriticRule(CRITIC_GRAPH, CRITIC_SHAPES, record) if objective.critic else None
-    gradient = make_gradient(GRAPH, SCORING, critic=critic, penalties=Penalties(**penalties), replay=replay)
+    options = {"critic": critic, "replay": replay, "centering": centering}
+    gradient = make_gradient(GRAPH, SCORING, penalties=Penalties(**penalties), **options)
     shards = math.prod((sizes or {}).values()) // (sizes or {}).get("tensor", 1)
 
     def rows(batch: Batch) -> Batch:
@@ -229,8 +238,8 @@ def _said(trained, batch, replay, weigh_by):
     """Return scores and values of whole rows, without prompt sharing."""
     scoring, alone = Scoring(logprob_chunk=1024), Alone(batch.rollout)
     watch = layers_first(batch.old.routes).experts
-    routing = Routing(replay, watch, weigh_by=weigh_by)
-    scores = score(GRAPH, Weights.full(trained[0]), alone, scoring, routing=routing)
+    routing, kept = Routing(replay, watch, weigh_by=weigh_by), kept_ids(batch.rollout)
+    scores = score(GRAPH, Weights.full(trained[0]), alone, scoring, routing=routing, kept=kept)
     return scores, values(CRITIC_GRAPH, trained[1], alone, scoring, policy_hidden=scores.hidden)
 
 
@@ -243,7 +252,7 @@ def pulled_back(trained, batch, replay, weigh_by, gradients):
 
     def learned_from(trained):
         scores, value = _said(trained, batch, replay, weigh_by)
-        return scores.logprobs, scores.entropy, value
+        return scores.logprobs, scores.entropy, value, scores.kept_logprobs
 
     return jax.vjp(learned_from, trained)[1](gradients)[0]
 
@@ -263,7 +272,7 @@ def by_the_definition(batch: Batch, name: str, replay: str):
     shift = alone.predicting(router_shift(routes.logprobs, scores.routes.watched))
     weights = objective.weights(mask)
 
-    def loss(logprobs, entropy, value):
+    def loss(logprobs, entropy, value, at_kept):
         total, info = objectives.loss(
             objective,
             logprobs,
@@ -273,9 +282,11 @@ def by_the_definition(batch: Batch, name: str, replay: str):
             weights=weights * batch.correction,
             router_shift=shift if objective.router_shift else None,
         )
+        c = centred(at_kept, r.kept, mask, batch.correction if objective.one_gain else None)
+        total += (weights * info.advantages * (c * at_kept).sum(axis=2)).sum()
         apart = jnp.where(mask, old.reference_logprobs - logprobs, 0)
         divergence = jnp.exp(apart) - 1 - apart
-        sums = {"reference_kl": divergence.sum()}
+        sums = {"reference_kl": divergence.sum(), "center": jnp.abs(c).sum()}
         total += (0.1 * divergence - 0.01 * jnp.where(mask, entropy, 0)).sum() / mask.sum()
         if objective.critic:
             losses, clipped = value_loss(value, old.values, batch.returns, mask, clip=objective.critic.value_clip)
@@ -285,8 +296,8 @@ def by_the_definition(batch: Batch, name: str, replay: str):
 
     @jax.jit
     def pull_back(scores, value):
-        said = (scores.logprobs, scores.entropy, value)
-        back, (info, sums) = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*said)
+        said = (scores.logprobs, scores.entropy, value, scores.kept_logprobs)
+        back, (info, sums) = jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(*said)
         more, maxima = metrics_lib.of_policy(
             scores, batch, info, config=CONFIG, layout=alone, routes=routes, replayed=asked
         )
@@ -295,6 +306,18 @@ def by_the_definition(batch: Batch, name: str, replay: str):
     back, metrics = pull_back(scores, value)
     policy, critic = pulled_back(trained, batch, *following, back)
     return [policy, critic] if objective.critic else [policy], metrics, scores
+
+
+def centred(log_p, kept: KeptRecord, mask, factor) -> jax.Array:
+    """Return the coefficients of score centring, of weights clamped at 1.5, or of a factor's mean over the response."""
+    there = (kept.ids >= 0) & mask[..., None]
+    p, q = (jnp.where(there, jnp.exp(jax.lax.stop_gradient(x)), 0) for x in (log_p, kept.logprobs))
+    rho = (1 - q.sum(axis=2)) / jnp.maximum(1 - p.sum(axis=2), 1e-6)
+    rho = jnp.where(kept.whole, 1, rho)[..., None]
+    if factor is None:
+        return jnp.where(there, jnp.minimum(p, 1.5 * q) - jnp.minimum(1, 1.5 * rho) * p, 0)
+    mean = (factor * mask).sum(axis=1) / np.maximum(mask.sum(axis=1), 1)
+    return jnp.where(there, mean[:, None, None] * (q - rho * p), 0)
 
 
 def metrics_by_hand(scores, batch: Batch) -> dict[str, float]:
@@ -311,6 +334,7 @@ def metrics_by_hand(scores, batch: Batch) -> dict[str, float]:
         "ratio/token_log_std": d.std(),
         "mismatch/kl": (np.exp(x) - 1 - x).mean(),
         "mismatch/max": np.abs(x).max(),
+        "mismatch/beyond_2x": (np.abs(x) > np.log(2)).mean(),
         "mismatch/pearson": np.corrcoef(new, sampled)[0, 1],
         "update/tokens": mask.sum(),
     }
@@ -323,7 +347,7 @@ rows may be split.
 """
 
 
-on_eight = partial(make_trainer, sizes=EIGHT, turns=2, kl=0.1, entropy=0.01)
+on_eight = partial(make_trainer, sizes=EIGHT, turns=2, kl=0.1, entropy=0.01, centering=Centering(tis(cap=1.5)))
 
 
 @pytest.fixture(scope="module")
@@ -336,8 +360,8 @@ def gspo() -> Trainer:
 def test_objectives_are_their_definition_on_eight_devices_and_in_micro_batches(name, whole, gspo):
     """Gradients agree to 1e-6 with one forward, the objective, and one backward on a row for each response.
 
-    The loss includes critic, reference KL, entropy bonus and mismatch correction; some responses have an environment's
-    tokens, and one is not learned from.
+    The loss includes critic, reference KL, entropy bonus, mismatch correction and score centring; log-probs are over
+    kept sets; some responses have an environment's tokens, and one is not learned from.
     """
     whole = in_turns(whole, of_tokens=objectives.make(name).token_advantages)
     batch = take_minibatch(whole, 1, count=2, group_size=G)
