@@ -148,7 +148,7 @@ def test_a_registered_study_has_the_runs_of_its_page(step, seeds, arms):
 
 
 def test_the_runs_of_registered_studies_are_ones_that_train_accepts(tmp_path):
-    for step in ("repairs", "grid", "clipping", "mismatch_screen"):
+    for step in ("repairs", "grid", "clipping", "mismatch_screen", "mismatch"):
         words = [f"--config={STUDIES}:{step}", f"--config.model.folder={ROOT}/tests/golden/adder"]
         (comparison,) = comparisons(words, [], None)
         first = [run for run in comparison.runs if run["seed"] == comparison.runs[0]["seed"]]
