@@ -38,7 +38,7 @@ def config(changes):
         ({"objective.name": "reinforce"}, ""),  # has no bound
         (GRPO | FLOAT32 | {"routing.replay": "r2"}, "routing.replay 'r2' replays their routes$"),
         (GRPO | FLOAT32 | {"mismatch.correction": "tis"}, "mismatch.correction weighs them against the sampler's$"),
-        (GRPO | FLOAT32 | {"mismatch.center": True}, "mismatch.center is for tokens that no ratio to the sampler weighs$"),
+        (GRPO | FLOAT32 | {"mismatch.center": True}, "center is for tokens that no ratio to the sampler weighs$"),
         (GSPO | FLOAT32 | {"mismatch.center": True}, ""),
     ],
 )
