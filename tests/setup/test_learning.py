@@ -39,10 +39,7 @@ def config(changes):
         (GRPO | FLOAT32 | {"routing.replay": "r2"}, "routing.replay 'r2' replays their routes$"),
         (GRPO | FLOAT32 | {"objective.advantage": "optimal_token_baseline"}, "the energies of the advantage$"),
         (GRPO | FLOAT32 | {"mismatch.correction": "tis"}, "mismatch.correction weighs them against the sampler's$"),
-        (
-            GRPO | FLOAT32 | {"mismatch.center": True},
-            "mismatch.center is for tokens that no ratio to the sampler weighs$",
-        ),
+        (GRPO | FLOAT32 | {"mismatch.center": True}, "center is for tokens that no ratio to the sampler weighs$"),
         (GSPO | FLOAT32 | {"mismatch.center": True}, ""),
     ],
 )
