@@ -136,6 +136,7 @@ def on_one_device() -> Iterator[None]:
     first = jax.devices()[:1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "devices", lambda *_: first)
+        patch.setattr(jax, "device_count", lambda *_: 1)
         yield
 
 

@@ -36,7 +36,7 @@ def settings(data: Path, student: Path, **fields) -> ConfigDict:
     config = cli.load_config(str(ROOT / "configs/tiny.py:single,runlocal"))
     config.data.data_dir, config.data.options.difficulty = str(data), "easy"
     config.model.folder, config.teacher.folder = str(student), str(ADDER)
-    config.data.prompts_per_batch, config.sampling.group_size, config.sampling.slots = 16, 1, 4
+    config.data.prompts_per_batch, config.sampling.group_size, config.sampling.slots = 16, 1, 16
     config.rewards, config.eval.correct = ConfigDict(), ""
     config.update_from_flattened_dict({name.replace("__", "."): value for name, value in fields.items()})
     return config
@@ -48,7 +48,7 @@ def test_a_run_without_rewards_resumes_with_the_same_teacher_alone(data, blurred
     """By the exact KL, with gspo, one response to a prompt and no evaluation."""
     taught_by = shutil.copytree(ADDER, tmp_path / "teacher")
     config = settings(data, blurred, iterations=1, training__minibatches=1, teacher__form="full")
-    config.teacher.folder = str(taught_by)
+    config.teacher.folder, config.sampling.slots = str(taught_by), 4
     assert train(config, tmp_path / "run") == {}
     (row,) = [row for row in read_metrics(tmp_path / "run") if "minibatch" in row]
     assert row["teacher/kl"] > 0.1 and row["actor/loss"] == pytest.approx(row["teacher/kl"], rel=1e-5)
@@ -100,7 +100,7 @@ def test_a_teacher_lifts_a_policy(data, blurred, tmp_path):
     """Its held-out KL to the teacher falls to less than half in 20 updates."""
     config = settings(data, blurred, iterations=20, training__minibatches=1, teacher__form="advantage")
     config.objective.name, config.optimizer.learning_rate = "reinforce", 1e-3
-    config.data.prompts_per_batch = config.eval.prompts = 32
+    config.data.prompts_per_batch, config.eval.prompts, config.sampling.slots = 32, 32, 4
     train(config, tmp_path / "run")
     config.teacher.form, config.objective.name = "k2", "gspo"  # scores the teacher, whatever the run's form
     before, after = held_out_kl(config, None), held_out_kl(config, tmp_path / "run")
