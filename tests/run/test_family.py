@@ -163,12 +163,16 @@ def test_a_sigmoid_router_beside_latent_attention_trains_with_r3w_and_resumes(da
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
 def test_the_whole_loop_of_dapo(data, tmp_path, written):
-    """DAPO with a reference KL in the loss, a mismatch correction, R2, and router losses."""
+    """DAPO with a reference KL in the loss, a mismatch correction, R2, and router losses.
+
+    On one device; `field_run` of tests/pods.py is DAPO on eight.
+    """
     config = settings(
-        data, arg="dapo,runlocal", model__folder=str(ADDER), sampling__max_response_length=18, iterations=2
+        data, arg="dapo,single,runlocal", model__folder=str(ADDER), sampling__max_response_length=18, iterations=2
     )
-    config.sampling.slots, config.overlong.cache = 64, 6
+    config.sampling.slots, config.overlong.cache = 4, 6
     config.sampling.filter = "exact_answer"  # the penalty alone would keep groups of wrong answers
     config.reference.kl_weight, config.sampling.keep_top = 0.01, 4
     config.training.old_logprobs = "recompute"
