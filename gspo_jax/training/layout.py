@@ -173,7 +173,7 @@ def _adjacent(trees: Sequence[Tree]) -> Tree:
     """Return arrays [R, …] of n trees as one of [R n, …]."""
 
     def join(*xs: Array) -> Array:
-        return jnp.stack(xs, axis=1).reshape(-1, *xs[0].shape[1:])
+        return jnp.stack(xs, axis=1).reshape(len(xs) * len(xs[0]), *xs[0].shape[1:])
 
     return jax.tree.map(join, *trees)
 
