@@ -35,6 +35,7 @@ from gspo_jax.objectives.surrogates import (
     soft_gated,
     token_mean,
     weighted_score,
+    widen,
 )
 
 __all__ = [
@@ -407,6 +408,7 @@ def dro(*, beta: float = 0.1) -> Objective:
     check_positive("it is the weight of the penalty, usually 0.05 to 0.1", beta=beta)
 
     def surrogate(b: TokenBatch) -> Surrogate:
+        b = b._replace(logprobs=widen(b.logprobs))  # the gradients of both terms are added before they are rounded
         plain = policy_gradient(b)
         penalty = beta / 2 * log_ratio(b.logprobs, b.old_logprobs, b.mask) ** 2
         return plain._replace(gain=plain.gain - penalty)

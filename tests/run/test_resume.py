@@ -106,7 +106,8 @@ def test_adapters_on_a_mixture_resume_with_unfinished_episodes_to_the_same_bits(
     assert max(row.get("reference/kl", 0) for row in found) > 1e-6, "adapters move the policy away from its base"
     older = [row["response/older"] for row in found if row.get("iteration", 0) > 2]
     assert max(older) > 0, "some responses resume from the checkpoint's buffer"
-    assert all(0 < row["sampling/kept_mass"] < 1 for row in found if "sampling/kept_mass" in row)
+    masses = [row["sampling/kept_mass"] for row in found if "sampling/kept_mass" in row]
+    assert 0 < min(masses) < 1 and max(masses) <= 1, "1 where the buffer fills a batch, so that nothing is sampled"
     assert found[-1]["partial/left"] > 0 and max(row.get("partial/calls", 0) for row in found) > 0
     params = {name for name in state_of(tmp_path / "whole" / "checkpoints", ITERATIONS) if ".params." in name}
     assert params and all(name.endswith(("_adapter.a.value", "_adapter.b.value")) for name in params)
