@@ -44,6 +44,7 @@ LEGITIMATE = {
     "data.options.seed": (-1, 0, 2**31),  # Python's random takes any
     "eval.prompts": (0,),
     "sampling.top_k": (0, 2**31),  # as many as the vocabulary has or more: excludes nothing
+    "sampling.keep_top": (0,),
     "overlong.cache": (0,),
     "adapter.rank": (0,),  # no adapters
     "adapter.expert_rank": (0,),
