@@ -41,7 +41,7 @@ class Bias(NamedTuple):
     squared: float
     low: float
     high: float
-    """Of `squared`, with probability `estimates.COVERAGE`: Student's interval of jackknife values over blocks."""
+    """Ends of Student's interval of `squared`, from jackknife values over blocks, at `estimates.COVERAGE`."""
     variance: float
     """V."""
     p: float

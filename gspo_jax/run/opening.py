@@ -115,7 +115,7 @@ def open_run(
         log.note_start(files.local, origin=start.origin, changes=start.changes, said=start.said)
         taught = made.teacher is not None
         log.guard_config(made.objective, group_size=config.sampling.group_size, taught=taught)
-        if text := players.truncation_warning(config):
+        if text := players.truncation_warning(config, made.policy.config.vocab_size):
             log.warn(text)
         if config.training.old_logprobs == "auto" and (why := learning.why_recomputed(config)):
             log.progress.say(why)

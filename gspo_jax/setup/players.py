@@ -1,5 +1,6 @@
 """Sampling parameters, stop rule, episodes and partial rollouts, from a config."""
 
+import dataclasses
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,17 +31,19 @@ def make_sampling(config: ConfigDict) -> SamplingParams:
         raise UserError(f"sampling.{error}") from None
 
 
-def truncation_warning(config: ConfigDict) -> str | None:
+def truncation_warning(config: ConfigDict, vocab_size: int) -> str | None:
     """Return a one-sentence warning if responses are sampled from another distribution than the trainer scores."""
     sampling, whole = make_sampling(config), SamplingParams()
+    if sampling.top_k >= vocab_size:  # leaves out nothing
+        sampling = dataclasses.replace(sampling, top_k=0)
     if sampling.keep_top or not sampling.truncates:
         return None
     names = [name for name in ("top_k", "top_p", "min_p") if getattr(sampling, name) != getattr(whole, name)]
     given = " and ".join(f"sampling.{name} {getattr(sampling, name)}" for name in names)
     return (
         f"{given}: responses are sampled from another distribution than the full softmax that the trainer scores, and "
-        f"ratios and KL are biased; set --config.sampling.keep_top={sampling.top_k or 64} to compare both over the "
-        "tokens that were left (docs/decoding.md#kept-sets)"
+        f"ratios and KL are biased; set --config.sampling.keep_top={sampling.top_k or min(64, vocab_size)} to compare "
+        "both over the tokens that were left (docs/decoding.md#kept-sets)"
     )
 
 

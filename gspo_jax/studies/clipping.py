@@ -28,7 +28,7 @@ class Seen(NamedTuple):
     """Log-ratios of a mini-batch, and what either objective gates."""
 
     d: Float[Array, "B T"]
-    """Of tokens."""
+    """Log-ratio of each token."""
     s: Float[Array, "B T"]
     """Means of responses."""
     gspo: Bool[Array, "B T"]

@@ -34,7 +34,7 @@ COLUMN, ROW = 3.9, 3.4
 
 
 class Kind(NamedTuple):
-    """What files of a group share."""
+    """Facts that the files of a group share."""
 
     layers: int
     router: str

@@ -36,9 +36,9 @@ class Sketched:
     gradients: Float[Array, "tensors side side"]
     """Sketch of the gradient by trainable tensor, in the order of the tree's leaves."""
     head: Float[Array, "side side"]
-    """Of the gradient in the head's matrix as the head alone uses it, tied to the embedding or not."""
+    """Sketch of the gradient in the head's matrix as the head alone uses it, tied to the embedding or not."""
     value: Float[Array, ""]
-    """What the gradient is of."""
+    """Sum whose gradient is sketched."""
     tokens: Int[Array, ""]
 
 

@@ -72,7 +72,7 @@ class Centering:
     """Score centring over the ids that the sampler kept, as `mismatch.score_centering`."""
 
     correction: Correction | None
-    """What made the batch's factors, if it has any."""
+    """Correction that made the batch's factors, if it has any."""
 
 
 def make_gradient(

@@ -197,7 +197,7 @@ def plain(weights: Weights, chosen, experts):
 
 
 def test_programs_sketch_the_gradients_of_every_block(batch):
-    """Of the sampled tokens, and of another policy's expectation on its routes; 0 if the other is the policy."""
+    """Those of sampled tokens, and of another policy's expectation on its routes; 0 if the other is the policy."""
     rollout, own = responses(P, G, T), Weights.full(params())
     other = Weights.full(jax.tree.map(lambda x: 1.3 * x, params()))
     drawn, native = np.eye(CONFIG.vocab_size, dtype=np.float32)[rollout.tokens], rollout.routes.experts

@@ -100,7 +100,7 @@ def kept_by(logits, sampling):
     ids=str,
 )
 def test_kept_ids_and_their_log_probs(sampling, whole):
-    """Of each row: the whole set that is left if it has no more than K ids, else the K most probable and the token."""
+    """A row keeps the whole set that is left if it has no more than K ids, else the K most probable and the token."""
     tokens, behaviour, logprobs, kept = jax.device_get(jitted(KEYS, jnp.asarray(ROWS), sampling))
     for row, token, q, own, record in zip(ROWS, tokens, behaviour, logprobs, zip_rows(kept), strict=True):
         left, p, order = kept_by(row, sampling)

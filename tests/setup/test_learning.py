@@ -76,10 +76,13 @@ def test_with_partial_rollouts_what_it_amounts_to_stays():
         ({}, None),
         ({"keep_top": 20}, None),
         ({"top_p": 0.9, "keep_top": 20}, None),
+        ({"top_k": 320}, None),  # the whole vocabulary
+        ({"top_k": 320, "top_p": 0.9}, r"sampling\.top_p 0\.9: responses are .*keep_top=64 "),
         ({"top_p": 0.9}, r"sampling\.top_p 0\.9: responses are .*keep_top=64 "),
         ({"top_k": 50, "min_p": 0.1}, r"sampling\.top_k 50 and sampling\.min_p 0\.1: responses are .*keep_top=50 "),
     ],
 )
 def test_truncated_sampling_without_kept_sets_is_warned_of(sampling, says):
-    found = players.truncation_warning(config({f"sampling.{name}": value for name, value in sampling.items()}))
+    given = config({f"sampling.{name}": value for name, value in sampling.items()})
+    found = players.truncation_warning(given, vocab_size=320)
     assert found is None if says is None else re.match(says, found)
