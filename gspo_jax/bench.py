@@ -41,6 +41,7 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parser import Parser, make_parser
 from gspo_jax.planning import calibration
 from gspo_jax.planning import rates as rates_lib
+from gspo_jax.profiling.phases import PhaseTraces, Span
 from gspo_jax.progress import make_table
 from gspo_jax.rollout.episodes import new_batch
 from gspo_jax.setup import keys
@@ -67,6 +68,8 @@ class Iterations(Observer):
         self.packed: dict[str, float] = {}
         """Packing metrics of the newest iteration."""
         self._work, self._vocabulary = work, model.vocab_size
+        self.traces: PhaseTraces | None = None
+        """Traces the next iterations' phases."""
         self.stats = SamplerStats()
         """Sampling time and work of the newest iteration."""
         self._random, self._key = np.random.default_rng(0), keys.run_key(config)
@@ -79,6 +82,8 @@ class Iterations(Observer):
         """
         key = keys.sample_key(self._key, number)
         self._phases = []
+        if self.traces is not None:
+            self.traces.begin(number + 1)
         state, batch, _ = iterate(self._engine, self, self, self._state, iter([self._prompts()]), key, self)
         self._state = jax.block_until_ready(state)
         self.enter("")
@@ -89,9 +94,12 @@ class Iterations(Observer):
         return seconds | {"iteration": sum(seconds.values())}
 
     def enter(self, phase: str) -> None:
-        """Record the start of a phase."""
+        """Record the start of a phase, and trace it if wanted."""
         if phase == "score":
             self.stats = self._engine.sampler.stats
+        if self.traces is not None:
+            self.traces.stop()
+            self.traces.start(phase)
         self._phases.append((phase, time.perf_counter()))
 
     def _prompts(self) -> Prompts:
@@ -112,8 +120,10 @@ class Iterations(Observer):
         return lambda: Rewards(total=total, learn=np.ones(total.shape, bool))
 
 
-def measure(work: Workload) -> dict[str, Any]:
+def measure(work: Workload, profile: Path | None = None) -> dict[str, Any]:
     """Run the workload and return timings, floors and settings, as `--json` writes them.
+
+    With a folder `profile` the phases of one more iteration are traced there.
 
     Raises:
       UserError: see `Workload.check`, or the weights do not load, or devices are missing.
@@ -130,6 +140,11 @@ def measure(work: Workload) -> dict[str, Any]:
             note = ", compilation included" if number == 0 else ", warm-up" if number < work.warmup else ""
             print(f"iteration {number + 1}: {seen[-1]['iteration']:.2f} s{note}", file=sys.stderr)
         peak = peak_rss_mb()
+        if profile is not None:
+            number = work.warmup + work.repeats
+            iterations.traces = PhaseTraces(profile, Span(number + 1, number + 1))
+            iterations.run(number)
+            print("\n".join(iterations.traces.conclude()), file=sys.stderr)
         rate = calibration.matmul_flops_per_s(mesh, work.dtype)
     columns = {name: [times[name] for times in seen[work.warmup :]] for name in (*PARTS, "iteration")}
     medians = {name: statistics.median(column) for name, column in columns.items()}
@@ -223,7 +238,7 @@ def compile_ahead(arguments: Sequence[str], cache: Path) -> dict[str, float]:
     """
     file = cache / "compiled.json"
     command = [sys.executable, "-m", "gspo_jax.bench", *arguments]
-    command += ["--compile=here", "--warmup=1", "--repeats=1", f"--json={file}"]
+    command += ["--compile=here", "--warmup=1", "--repeats=1", "--profile=", f"--json={file}"]
     environment = {name.upper(): str(value) for name, value in cache_settings(cache).items()}
     done = subprocess.run(command, env=os.environ | environment, stdout=subprocess.DEVNULL)
     if done.returncode:
@@ -271,6 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError("--model is missing; give the model's Hugging Face folder")
         del given["calibrate"]
         file, mesh, place = given.pop("json"), given.pop("mesh"), given.pop("compile")
+        profile = Path(given["profile"]) if given["profile"] else None
+        del given["profile"]
         if mesh is not None:
             given["mesh"] = read_mesh(mesh)
         if place not in ("ahead", "here"):
@@ -278,6 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work = Workload(**given)
         work.check()
         cli.check_facts_file(file)
+        cli.check_output_folder(profile, flag="profile")
         cli.reuse_memory()
         if work.devices > 1:
             cli.simulate_devices(work.devices)
@@ -286,9 +304,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 compiled = compile_ahead(arguments, Path(folder))
                 for name, value in cache_settings(Path(folder)).items():
                     jax.config.update(name, value)
-                found = measure(work) | compiled
+                found = measure(work, profile) | compiled
         else:
-            found = measure(work)
+            found = measure(work, profile)
             found["compile_peak_rss_mb"] = found["peak_rss_mb"]
         show(found)
         cli.write_facts(file, found)

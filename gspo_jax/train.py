@@ -20,6 +20,7 @@ from gspo_jax import cli
 from gspo_jax.errors import StopRequested
 from gspo_jax.iteration import iterate
 from gspo_jax.parallel.compilation import CompileCounter
+from gspo_jax.profiling.phases import Span, read_span
 from gspo_jax.run.opening import open_run
 from gspo_jax.secrets import redacted
 from gspo_jax.setup.checks import check_elsewhere
@@ -33,19 +34,21 @@ def train(
     parts: Sequence[str] = (),
     start_over: bool = False,
     command: str = "",
+    profile: Span | None = None,
 ) -> dict[str, Any]:
     """Train until `config.iterations` are done, counting those before a resume. Return the first and last evaluation.
 
     Any program, e.g. a notebook, may call it after `cli.prepare(config)`, which sets the number of simulated devices on
     CPU. A new run may begin from a checkpoint of another one, `begin_from`, RUN or RUN@STEP, with `parts` of
     `branch.PARTS`, (): all that fit. With `start_over`, a run with lost or damaged checkpoints begins again. `command`
-    is noted in the run folder.
+    is noted in the run folder. The phases of the iterations in `profile` are traced.
 
     Raises:
       UserError: config, folder or devices do not allow the run.
       StopRequested: SIGTERM, SIGINT or SIGHUP ended the run early. The newest iteration is saved.
     """
-    begin = {"begin_from": begin_from, "parts": parts, "start_over": start_over, "command": command}
+    begin: dict[str, Any] = {"begin_from": begin_from, "parts": parts, "start_over": start_over}
+    begin |= {"command": command, "profile": profile}
     with open_run(config, workdir, **begin) as (run, state):
         run.evaluate_if_due()
         for iteration in range(run.boundary.done, config.iterations):
@@ -67,6 +70,7 @@ def main(config: ConfigDict) -> None:
     compiled, command = CompileCounter(), redacted(shlex.join(["python", "-m", "gspo_jax.train", *sys.argv[1:]]))
     with suppress(StopRequested):
         given: Any = {"begin_from": flags.FLAGS["from"].value or "", "parts": flags.FLAGS.from_parts}
+        given["profile"] = None if flags.FLAGS.profile is None else read_span(flags.FLAGS.profile)
         facts = train(config, flags.FLAGS.workdir, **given, start_over=flags.FLAGS.start_over, command=command)
         facts["compile"] = {"programs": compiled.programs, "cached": compiled.cached, "seconds": compiled.seconds}
         cli.write_facts(flags.FLAGS.json, facts)

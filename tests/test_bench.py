@@ -53,7 +53,9 @@ def test_hidden_lengths_and_slots(tmp_path: pathlib.Path, capsys: pytest.Capture
 @pytest.mark.usefixtures("small_floor")
 def test_what_it_writes(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "made" / "found.json"
-    assert bench.main([f"--model={MOE}", *SMALL, "--compile=here", f"--json={file}"]) == 0
+    traced = tmp_path / "traced"
+    assert bench.main([f"--model={MOE}", *SMALL, "--compile=here", f"--json={file}", f"--profile={traced}"]) == 0
+    assert "## iteration-4-update" in (traced / "operations.md").read_text(), "one more than it measures"
     found = json.loads(file.read_text())
     assert all(found[name].keys() == {"median_s", "min_s", "tokens_per_s"} for name in NAMES)
     for name, tokens in zip(NAMES, (8 * 7, 8 * 12, 8 * 12, 8 * 7), strict=True):

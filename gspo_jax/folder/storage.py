@@ -51,7 +51,9 @@ STACKS = "stacks"
 """Stacks of processes that missed a deadline."""
 COLD_START = "coldstart"
 BENCHMARKS = "benchmarks"
-FOLDERS = CHECKPOINTS, DAMAGED, SAMPLES, HELD_OUT, TENSORBOARD, STACKS, COLD_START, BENCHMARKS
+PROFILE = "profile"
+"""Traces. Each process writes its own, straight to the bucket."""
+FOLDERS = CHECKPOINTS, DAMAGED, SAMPLES, HELD_OUT, TENSORBOARD, STACKS, COLD_START, BENCHMARKS, PROFILE
 PUBLISH_S = 60.0
 """Maximum seconds between uploads to the bucket."""
 LEASE = "lease.json"
@@ -177,7 +179,7 @@ class RunFolder:
     name: str
     """Folder as the user gave it."""
     local: Path
-    """Everything but checkpoints."""
+    """Everything but checkpoints and traces."""
     bucket: epath.Path | None = None
     _published: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """Modification time in ns and bytes of local files, by name."""
@@ -188,8 +190,13 @@ class RunFolder:
         """Folder of the checkpoints."""
         return (self.local if self.bucket is None else self.bucket) / CHECKPOINTS
 
+    @property
+    def profile(self) -> AnyPath:
+        """Folder of the traces."""
+        return (self.local if self.bucket is None else self.bucket) / PROFILE
+
     def fetch(self) -> None:
-        """Copy the run's files, except checkpoints, from the bucket.
+        """Copy the run's files, except checkpoints and traces, from the bucket.
 
         Raises:
           UserError: the bucket cannot be read.
@@ -316,7 +323,7 @@ def nearest(path: Path) -> Path:
 def _names(folder: epath.Path) -> Iterator[str]:
     for path in folder.iterdir() if folder.is_dir() else ():  # a bucket has no empty folders
         # Other processes delete their probes at any time.
-        if path.name in (CHECKPOINTS, LEASE) or path.name.startswith(_PROBE):
+        if path.name in (CHECKPOINTS, PROFILE, LEASE) or path.name.startswith(_PROBE):
             continue
         if path.is_dir():
             yield from (f"{path.name}/{name}" for name in _names(path))

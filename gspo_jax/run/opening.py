@@ -14,7 +14,8 @@ from gspo_jax.errors import ScoringFailed, StopRequested
 from gspo_jax.folder import lease
 from gspo_jax.folder.storage import check_place, open_folder
 from gspo_jax.measuring import published
-from gspo_jax.parallel import hosts
+from gspo_jax.parallel import hosts, processes
+from gspo_jax.profiling.phases import PhaseTraces, Span, check_span
 from gspo_jax.rewards.batches import BatchScorer
 from gspo_jax.run import branch, resume
 from gspo_jax.run import log as log_lib
@@ -37,15 +38,18 @@ def open_run(
     parts: Sequence[str] = (),
     start_over: bool = False,
     command: str = "",
+    profile: Span | None = None,
 ) -> Iterator[tuple[Run, TrainState]]:
     """Open the run in `place`, a folder or a bucket, at its newest checkpoint or at its beginning.
 
     Errors in config, data, rewards, model folder and run folder are raised before any compilation. A cold start, if
     configured, is trained first, unless the run begins from RUN[@STEP], `begin_from`, with some `parts` of its
     checkpoint (see run/branch.py). With `start_over`, a run with lost or damaged checkpoints begins again.
-    `StopRequested` passes through after the state is saved.
+    The phases of the iterations in `profile` are traced. `StopRequested` passes through after the state is saved.
     """
     check_place(place)
+    if profile is not None:
+        check_span(profile, done=0, iterations=config.iterations)
     given = branch.parse(begin_from, parts, place)
     model = check(config, count_devices=jax.device_count)
     policy.check_weights(config)
@@ -101,6 +105,9 @@ def open_run(
         content = {"measured_on": evaluations.content, "folder": folder}
         begin = {"source": source, "asked": given, "start_over": start_over}
         start = resume.start(config, made, files, prompts, **content, **begin)
+        if profile is not None:
+            check_span(profile, done=start.boundary.done, iterations=config.iterations)
+            profile = profile._replace(last=min(profile.last, config.iterations))
         checkpointer = Checkpointer(
             files.checkpoints, keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
         )
@@ -148,6 +155,7 @@ def open_run(
             log=log,
             phases=phases,
             confirm_lease=confirm_lease,
+            traces=None if profile is None else PhaseTraces(files.profile, profile, process=processes.number()),
         )
         phases.settled = lambda: run.settled
         if source is not None and start.step is None:

@@ -28,6 +28,14 @@ SETTLED_S = 2.0
 _LOOK_S = 0.5
 _PUBLISH_S = 10.0
 
+OUTSIDE = {
+    "start": "start",
+    "cold start": "start",
+    "evaluate": "evaluate",
+    "benchmark": "evaluate",
+    "save": "save",
+}
+"""Metrics of the phases outside of iterations, as in `timing/save_s`."""
 FACTOR = 10.0
 """Deadline of a phase, as a multiple of its longest duration so far."""
 
@@ -43,6 +51,7 @@ class Phases:
         self._files, self._deadline_s, self._grace_s = files, deadline_s, grace_s
         self._preemption = Preemption(self.take_notice, self._press)
         self._longest: dict[str, float] = {}
+        self._outside: dict[str, float] = {}
         self._lock = threading.Lock()
         self._over = threading.Event()
         self.show: Callable[[str], None] = lambda phase: None
@@ -60,8 +69,16 @@ class Phases:
         now = time.monotonic()
         with self._lock:
             self._longest[self.name] = max(self._longest.get(self.name, 0.0), now - self._begun)
+            if (outside := OUTSIDE.get(self.name)) is not None:
+                self._outside[outside] = self._outside.get(outside, 0.0) + now - self._begun
             self.name, self._begun = name, now
         self.show(name)
+
+    def outside(self) -> dict[str, float]:
+        """Return the metrics of phases outside of iterations since the last call."""
+        found = {f"timing/{name}_s": seconds for name, seconds in self._outside.items()}
+        self._outside = {}
+        return found
 
     def poll(self) -> None:
         """Raise `StopRequested` if all processes stop here. Each must call it at the same points."""

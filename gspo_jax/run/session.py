@@ -16,6 +16,7 @@ from gspo_jax.folder.notes import SAVED_FILE, note
 from gspo_jax.folder.storage import PUBLISH_S, RunFolder
 from gspo_jax.measuring import bias, noise
 from gspo_jax.parallel import processes
+from gspo_jax.profiling.phases import PhaseTraces
 from gspo_jax.rewards.batches import BatchScorer
 from gspo_jax.rollout.episodes import Buffer, Episodes, Player
 from gspo_jax.rollout.rounds import Rounds
@@ -52,13 +53,37 @@ class Boundary:
 
 
 class Watch(Clock):
-    """Observer of one iteration: times it, allows a stop before its first update, ends a diverged run."""
+    """Observer of one iteration: times and traces it, allows a stop before its first update, ends a diverged run."""
 
     def __init__(self, run: "Run"):
         super().__init__(run.phases)
         self._run = run
         self.bias: dict[str, float] = {}
         """Metrics of the bias meter, if due."""
+        if run.traces is not None:
+            run.traces.begin(run.boundary.done + 1)
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase, and its trace if it is to be traced."""
+        self._end_trace()
+        super().enter(phase)
+        if self._run.traces is not None:
+            self._run.traces.start(phase)
+
+    def stop(self) -> None:
+        """End the running phase and the iteration."""
+        self._end_trace()
+        super().stop()
+
+    def _end_trace(self) -> None:
+        traces = self._run.traces
+        if traces is None or not traces.running:
+            return
+        super().enter("profile")
+        try:
+            traces.stop()
+        except OSError as error:
+            self._run.log.warn(f"a trace is lost: {error}", about="trace")
 
     def collected(self, state: TrainState, batch: Batch) -> None:
         """Measure the bias of the sampled tokens, if due."""
@@ -118,6 +143,8 @@ class Run:
     phases: Phases
     confirm_lease: Callable[[], None]
     """Ends the process if another run took over the folder."""
+    traces: PhaseTraces | None = None
+    """Traces of phases, if any are wanted."""
     skipped: int = 0
     """Consecutive skipped updates."""
     updating: bool = False
@@ -177,7 +204,7 @@ class Run:
         last, buffer = done == config.iterations, self.buffer
         rounds = player if isinstance(player, Rounds) else None
         line = {"iteration": done, **log_lib.iteration_metrics(watch, self.engine, batch, rounds)}
-        line |= self.scorer.metrics() | watch.bias | self._noise(state, batch, done)
+        line |= self.phases.outside() | self.scorer.metrics() | watch.bias | self._noise(state, batch, done)
         if buffer is not None:
             line |= {"partial/calls": buffer.calls, "partial/left": len(buffer)}
         columns = log_lib.response_columns(
@@ -189,6 +216,8 @@ class Run:
         self.log.updates(step, line, columns, metrics, group_size=config.sampling.group_size)
         self._guard(batch, metrics)
         self.log.advance(batch, metrics, tokens_per_s=line["throughput/tokens_per_s"])
+        for text in () if self.traces is None else self.traces.conclude():
+            self.log.progress.say(text)
         if last or done % config.log.samples_every == 0:
             self.log.keep_samples(step, batch, self.tokenizer, count=config.log.samples)
         self.boundary = Boundary(

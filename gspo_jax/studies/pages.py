@@ -19,7 +19,7 @@ from gspo_jax.folder.storage import HELD_OUT
 from gspo_jax.measuring.gamed import gamed
 from gspo_jax.measuring.held_out import is_evaluated, rewards_in
 from gspo_jax.progress import duration
-from gspo_jax.studies import paired
+from gspo_jax.studies import goodput, paired
 from gspo_jax.studies.runs import COLLAPSE_WINDOW, RESOLUTION, Group, RunData, describe, differences, quality, results
 
 MAX_LISTED = 3
@@ -77,6 +77,10 @@ def sections(groups: Sequence[Group], found: Sequence[_Facts], *, base: Group, p
         numbers = f"{first}<p>{HOW_TO_READ[panels]}</p>" + _folded("before and after, metric by metric", numbers)
         samples = [(title, _folded("completions", shown)) for title, shown in samples]
     parts = [("Numbers", numbers), ("Runs", ran)]
+    if times := _goodput_rows(found):
+        table = _html_table(times)
+        table = _folded("shares of each run's time", table) if len(groups) > MAX_LISTED else table
+        parts.append(("Where the time went", f"{table}<p>{goodput.HOW_TO_READ}</p>"))
     if past := histories([run for group in groups for run in group.runs]):
         parts.append(("Where runs began, and what changed", "".join(f"<p>{html.escape(text)}</p>" for text in past)))
     if rows := difference_rows(groups, base):
@@ -315,6 +319,17 @@ def _run_rows(found: Sequence[_Facts]) -> list[dict[str, Any]]:
         for group in found
         for run in group["runs"]
     ]
+
+
+def _goodput_rows(found: Sequence[_Facts]) -> list[dict[str, str]]:
+    rows = []
+    for group in found:
+        for run in group["runs"]:
+            if (shares := run["goodput"]) is not None:
+                shown = {name: share for name, share in shares.items() if name != "seconds"}
+                time = {"folder": run["folder"], "time": duration(shares["seconds"])}
+                rows.append(time | {name: f"{share:.1%}" for name, share in shown.items()})
+    return rows
 
 
 def _samples(run: RunData) -> str:

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from gspo_jax.errors import UserError
 from gspo_jax.folder.metrics import METRICS_FILE, read_metrics
 from gspo_jax.folder.notes import ORIGIN_FILE, by_field, fields_of, read_changes, read_config, read_note
+from gspo_jax.studies.goodput import goodput
 from gspo_jax.studies.looks import Look, looks
 
 IGNORED_FIELDS = ("seed", "workdir")
@@ -352,6 +353,7 @@ def _run_facts(run: RunData) -> dict[str, Any]:
         "skipped_updates": sum(row.get("update/skipped") or 0 for row in run.rows),
         # First and last times would include the pause of a resumed run.
         "seconds": round(sum(row.get("timing/iteration_s") or 0 for row in run.rows), 1),
+        "goodput": goodput(run.rows),
         "tokens_per_s": float(np.median(speeds)) if speeds else None,
         "command": run.command,
         "origin": run.origin,

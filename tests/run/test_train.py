@@ -16,6 +16,7 @@ from gspo_jax.errors import UserError
 from gspo_jax.folder.metrics import read_metrics
 from gspo_jax.folder.samples import read_samples
 from gspo_jax.models import huggingface
+from gspo_jax.profiling.phases import Span
 from gspo_jax.run.log import response_metrics
 from gspo_jax.run.session import Watch
 from gspo_jax.setup import players, policy
@@ -59,6 +60,8 @@ def test_tiny_config_leaves_a_whole_run_folder(tiny_run):
     assert len(rows[2]["routing/flip_rate_per_layer"]) == 4
     assert "timing/iteration_s" in rows[2]
     assert "timing/iteration_s" not in rows[1]
+    assert rows[2]["timing/start_s"] > 0 and rows[2]["timing/evaluate_s"] > 0, "before the first iteration"
+    assert "timing/start_s" not in rows[4] and rows[4]["timing/save_s"] > 0, "between the two"
     assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["1", "2"]
     assert list((workdir / "tb").iterdir())
     samples = read_samples(workdir)[updates]
@@ -71,6 +74,7 @@ def test_tiny_config_leaves_a_whole_run_folder(tiny_run):
 def test_a_stopped_run_resumes_to_the_same_bits(tiny_run, tmp_path, monkeypatch):
     """Parameters, optimizer state and metrics equal those of a run that never stopped; test_faults.py has kill -9.
 
+    Its second iteration is traced besides, and nearly all of the devices' time has the names of its programs.
     Until the first update of an iteration there is nothing to save, and from then on there is. The best checkpoint is
     kept beside the newest.
     """
@@ -93,7 +97,12 @@ def test_a_stopped_run_resumes_to_the_same_bits(tiny_run, tmp_path, monkeypatch)
     best.write_text('{"accuracy": 2.0}')
     config = config.copy_and_resolve_references()
     config.checkpoint.update({"keep": 1, "keep_best": True})
-    assert train(config, stopped)["last"] == pytest.approx(facts["last"])
+    assert train(config, stopped, profile=Span(2, 4))["last"] == pytest.approx(facts["last"])
+    seen = json.loads((stopped / "profile" / "operations.json").read_text())
+    assert seen.keys() == {f"iteration-2-{phase}" for phase in ("reshard", "sample", "score", "update")}
+    running = sum(phase["running_s"] for phase in seen.values())
+    assert sum(phase["joined"] * phase["running_s"] for phase in seen.values()) > 0.7 * running
+    assert any("feed_forward" in one["scope"] for one in seen["iteration-2-update"]["operations"])
     assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == ["1", "2"]
     assert_same_bits(workdir, stopped, step=2)
     assert settled == [True, False, False, False]

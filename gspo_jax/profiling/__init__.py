@@ -1,0 +1,1 @@
+"""Traces of an iteration's phases, and the operations in which their time went."""
