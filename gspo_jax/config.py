@@ -32,6 +32,9 @@ def base() -> ConfigDict:
     config.model = ConfigDict()
     config.model.folder = ""  # Hugging Face folder of a Qwen3, Qwen3-MoE or OLMoE. Empty: a cold start's model
     config.model.published = ""  # expected model, e.g. "Qwen3-30B-A3B". Lets `plan` run without a folder
+    # Random weights of model.published's or model.architecture's shape, made on the devices from `seed`, with a
+    # tokenizer of bytes: to try a machine without a download.
+    config.model.random = False
     config.model.dtype = "bfloat16"  # for compute, "bfloat16" or "float32". Trained weights are always float32
     # Kept per layer for the backward pass. "full": its input. "offload": its input, in host memory. "dots": its input
     # and matmul outputs. "none": all activations, without recomputation.

@@ -420,7 +420,11 @@ def periods(kinds: Sequence[Kind]) -> list[tuple[tuple[Kind, ...], int]]:
     return found
 
 
-def normal(stddev: float = 0.02) -> Callable[..., jax.Array]:
+STDDEV = 0.02
+"""Standard deviation of new matrices."""
+
+
+def normal(stddev: float = STDDEV) -> Callable[..., jax.Array]:
     """Return the initialiser of matrices, a plain normal."""
     return jax.nn.initializers.normal(stddev)
 

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
 
 from gspo_jax.errors import UserError
-from gspo_jax.models import families, int8
+from gspo_jax.models import families, int8, random_weights
 from gspo_jax.models.config import ModelConfig, by_path, dotted
 from gspo_jax.models.config_json import CONFIG, ConfigJson, Path, read_json
 from gspo_jax.models.matrices import SCALE
@@ -91,7 +91,8 @@ def load_params(
     """Return a Hugging Face folder's parameters in the trainer's layout, without a whole copy on the host.
 
     Args:
-      folder: model.safetensors, or shards and their index; experts as separate tensors or fused.
+      folder: model.safetensors, or shards and their index; experts as separate tensors or fused. Or the seed of random
+        weights.
       mesh: None: the default device.
       dtype: None: the embedding's. Norms and router are always float32.
       base: "int8" quantises the matrices.
@@ -102,6 +103,8 @@ def load_params(
     if mesh is not None:
         config.check_mesh(dict(mesh.shape), frozen=base != "trained")
     _, shapes = abstract(config, base=base)
+    if (seed := random_weights.seed_of(pathlib.Path(folder))) is not None:
+        return random_weights.make(config, seed, with_dtype(shapes, jnp.dtype(dtype or jnp.float32)), mesh)
     with contextlib.ExitStack() as stack:
         checkpoint = Checkpoint(pathlib.Path(folder), stack)
         layout = families.of(config).rules(config, checkpoint.files)
@@ -197,14 +200,19 @@ def write(
                 collections.deque(part, maxlen=0)  # takes part in the gathering
         if is_writer:
             index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
-            texts = {CONFIG: config_json(config, dtype)} | ({INDEX: index} if len(shards) > 1 else {})
-            for name, value in texts.items():
-                (temporary / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+            if len(shards) > 1:
+                (temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            write_config(temporary, config, dtype)
             _publish(temporary, folder)
     finally:
         if is_writer:
             shutil.rmtree(temporary, ignore_errors=True)
     multihost_utils.sync_global_devices("huggingface.save")
+
+
+def write_config(folder: Path, config: ModelConfig, dtype: np.dtype) -> None:
+    """Write a folder's config.json."""
+    (folder / CONFIG).write_text(json.dumps(config_json(config, dtype), indent=2) + "\n", encoding="utf-8")
 
 
 _Entry = tuple[str, tuple[str, ...], Rule, tuple[int, ...]]

@@ -67,20 +67,25 @@ def open_run(
             source = stack.enter_context(branch.open_source(asked, config))
             folder = source.initial_folder(config, folder)
         tokenizer = None
+        draws = config.model.random and begins and source is None
         if phases.saved is None and not config.model.folder and (source is None or not source.gives_cold_start(config)):
             coldstart.check_reuse(config, folder, may_change=MAY_CHANGE)
-        if config.model.folder or folder.exists():
+        if config.model.folder or (folder.exists() and not draws):
             model, tokenizer = policy.read_folder(config, folder)
         records = {split: data.load_records(config, split) for split in ("train", "test")}
-        shown = coldstart.load(config) if config.coldstart.conversations and tokenizer is None else records["train"]
+        learns = tokenizer is None and not draws
+        shown = coldstart.load(config) if config.coldstart.conversations and learns else records["train"]
         taken = published.of_run(config)
         scorer = stack.enter_context(data.make_scorer(config))
         replies = stack.enter_context(players.make_replies(config))
         meshes = make_meshes(config, model)
         stack.enter_context(jax.set_mesh(meshes.trainer))
         if tokenizer is None:
-            coldstart.coldstart(config, shown, meshes.trainer, folder, on_step=phases.tick("cold start"))
-            phases.enter("start")
+            if draws:
+                policy.write_random(config, folder)
+            else:
+                coldstart.coldstart(config, shown, meshes.trainer, folder, on_step=phases.tick("cold start"))
+                phases.enter("start")
             files.share()
             model, tokenizer = policy.read_folder(config, folder)
         teacher.check_tokens(config, tokenizer)

@@ -1,6 +1,8 @@
 """The policy's shape, tokenizer and initial weights."""
 
 import dataclasses
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,18 +19,21 @@ from gspo_jax.errors import UserError
 from gspo_jax.folder import storage
 from gspo_jax.folder.notes import existing_folder
 from gspo_jax.folder.storage import RunFolder
-from gspo_jax.models import families, huggingface, lora, peft, transformer
+from gspo_jax.models import families, huggingface, lora, peft, random_weights, transformer
 from gspo_jax.models.config import Latent, ModelConfig
 from gspo_jax.models.dispatch import Dispatch
 from gspo_jax.models.matrices import ADAPTER
 from gspo_jax.models.published import check as check_published
 from gspo_jax.models.published import find as find_published
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel import processes
 from gspo_jax.setup import keys, players
 from gspo_jax.training.checkpoint import load_newest, load_step, steps
 from gspo_jax.training.digest import digest_tree
 from gspo_jax.types import Weights
 
+_BYTES = 300
+"""Tokens that bytes and special tokens certainly fit into."""
 _LAYER = ("num_layers", "hidden_size")
 _LINEAR = ("linear_key_heads", "linear_value_heads", "linear_key_dim", "linear_value_dim")
 _SHAPED_BY = {
@@ -188,8 +193,7 @@ def model_config(config: ConfigDict) -> ModelConfig:
         return _folder_model(config, Path(folder))
     if published:
         return find_published(published)
-    if not config.coldstart.steps:
-        refuse_no_model()
+    check_weights(config)
     return cold_start_model(config)
 
 
@@ -198,14 +202,6 @@ def _folder_model(config: ConfigDict, folder: Path) -> ModelConfig:
     if config.model.published:
         check_published(model, config.model.published, str(folder))
     return model
-
-
-def refuse_no_model() -> NoReturn:
-    """Raise the UserError for missing initial weights."""
-    raise UserError(
-        "model.folder is empty and the config has no cold start; give a folder in Hugging Face format, "
-        "--config.model.folder=DIR"
-    )
 
 
 def field_of(leaf: str) -> str:
@@ -227,10 +223,27 @@ def field_of(leaf: str) -> str:
     return ", ".join([*where, *sizes, *(["model.folder"] if sizes else [])])
 
 
+def refuse_no_model() -> NoReturn:
+    """Raise the UserError for missing initial weights."""
+    raise UserError(
+        "model.folder is empty and the config has no cold start; give a folder in Hugging Face format, "
+        "--config.model.folder=DIR"
+    )
+
+
 def check_weights(config: ConfigDict) -> None:
-    """Raise a UserError without a model folder or a cold start."""
-    if not (config.model.folder or config.coldstart.steps):
+    """Raise a UserError without exactly one source of initial weights: a folder, a cold start or chance."""
+    model = config.model
+    if not (model.folder or model.random or config.coldstart.steps):
         refuse_no_model()
+    if model.random and (model.folder or config.coldstart.steps):
+        other, off = ("model.folder", "''") if model.folder else ("coldstart.steps", "0")
+        raise UserError(f"model.random is True and {other} is set, too; use --config.{other}={off}, or no model.random")
+    if model.random and not (model.published or model.architecture):
+        raise UserError(
+            "model.random is True and the config names no shape; give that of a published model, such as "
+            "--config.model.published=Qwen3-30B-A3B"
+        )
 
 
 _UNUSED = {
@@ -277,6 +290,29 @@ def _check_family(model: ModelConfig) -> None:
                 f"model.architecture.{field.name} is {given!r}, and in a model of family {model.family!r} with these "
                 f"sizes it is {kept!r}; leave it out, or choose another model.architecture.family"
             )
+
+
+def write_random(config: ConfigDict, folder: Path) -> None:
+    """Write the folder of a policy with random weights and a tokenizer of bytes. Every process takes part."""
+    if processes.is_first():
+        tokenizer = Tokenizer.train((), _BYTES)
+        model = model_config(config)
+        if tokenizer.vocab_size > model.vocab_size:
+            raise UserError(
+                f"the model has a vocabulary of {model.vocab_size}, and a tokenizer of bytes needs "
+                f"{tokenizer.vocab_size}; use a larger one, or no model.random"
+            )
+        model = dataclasses.replace(model, eos_token_ids=tokenizer.eos_ids, pad_token_id=tokenizer.pad_id)
+        partial = folder.with_name(f"{folder.name}.partial")
+        for place in (partial, folder):
+            shutil.rmtree(place, ignore_errors=True)
+        partial.mkdir(parents=True)
+        huggingface.write_config(partial, model, np.dtype(np.float32))
+        random_weights.write(partial, config.seed)
+        tokenizer.save(partial)
+        storage.sync_tree(partial)
+        os.replace(partial, folder)
+    processes.wait_for_all("random policy")
 
 
 def initial_folder(config: ConfigDict, workdir: Path) -> Path:

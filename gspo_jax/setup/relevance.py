@@ -25,6 +25,7 @@ _OF_NEITHER = {
 NOT_OF_ANSWERS = _OF_NEITHER | {
     "model.folder": "weights and files count by content, wherever they are",
     "model.published": "a check of the model",
+    "model.random": "weights count by content",
     "model.remat": "of the backward pass",
     "adapter.folder": "weights count by content, wherever they are",
     "coldstart.": "made the weights, which count by content",
@@ -61,6 +62,7 @@ Mesh and batch sizes are not among them: rounding may change a sampled token.
 """
 
 NOT_OF_COLD_START = _OF_NEITHER | {
+    "model.random": "made without a cold start",
     "adapter.": "of the run, which adds them",
     "data.prompts_per_batch": "of the run; the cold start has coldstart.batch",
     "sampling.": "of the run, but for the longest response",

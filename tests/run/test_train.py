@@ -211,6 +211,23 @@ def test_what_needs_experts_is_refused_of_a_dense_model(jsonl_folder, hf_folder,
 
 
 @pytest.mark.slow
+def test_a_policy_with_random_weights_trains_and_resumes(tmp_path):
+    """Adapters beside a base in int8, which is drawn again, the same, when the run goes on."""
+    config, workdir = tiny(tmp_path), tmp_path / "run"
+    config.model.random, config.coldstart.steps, config.iterations = True, 0, 1
+    config.adapter.update({"rank": 4, "base_dtype": "int8"})
+    train(config, workdir)
+    found = sorted(path.name for path in (workdir / "coldstart").iterdir() if path.suffix != ".safetensors")
+    assert "random_weights.json" in found and len(found) == len(list((workdir / "coldstart").iterdir()))
+    config.iterations = 2
+    train(config, workdir)
+    assert len(read_metrics(workdir)) == 5
+    drawn = tmp_path / "again"
+    policy.write_random(config, drawn)
+    assert (drawn / "config.json").read_text() == (workdir / "coldstart" / "config.json").read_text()
+
+
+@pytest.mark.slow
 def test_the_gsm8k_config_trains_an_olmoe_with_the_sampler_s_routes(jsonl_folder, hf_folder, tmp_path, capsys):
     """A second family, from a Hugging Face folder: with R3, old log-probs recomputed, and completions printed."""
     tokenizer, chosen = Tokenizer.load(hf_folder), {"family": "olmoe", "intermediate_size": 16, "norm_topk_prob": False}

@@ -1,6 +1,7 @@
 """Messages about shapes: a parameter's names the fields that set it; a cold start's model is one of its family."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import optax
 import pytest
 
 from gspo_jax import cli
+from gspo_jax.config import base
 from gspo_jax.errors import UserError
 from gspo_jax.models import critic, transformer
 from gspo_jax.models.config import ModelConfig
@@ -117,3 +119,41 @@ def test_a_cold_start_has_a_model_of_its_family(shape, says):
         with pytest.raises(UserError, match=says) as error:
             policy.cold_start_model(config)
         assert len(str(error.value)) < 320 and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({}, "names no shape; give that of a published model, such as --config.model.published=Qwen3-30B-A3B"),
+        ({"folder": "m", "published": "Qwen3-0.6B"}, "and model.folder is set, too; use --config.model.folder=''"),
+    ],
+)
+def test_random_weights_have_a_shape_and_no_other_source(changes, says):
+    config = base()
+    config.model.update({"random": True, **changes})
+    with pytest.raises(UserError, match=re.escape(says)):
+        policy.check_weights(config)
+
+
+def test_random_weights_or_a_cold_start():
+    config = base()
+    config.model.update({"random": True, "published": "Qwen3-0.6B"})
+    policy.check_weights(config)
+    assert policy.model_config(config).vocab_size == 151936
+    config.coldstart.steps = 5
+    with pytest.raises(UserError, match="coldstart.steps is set, too; use --config.coldstart.steps=0"):
+        policy.check_weights(config)
+
+
+def test_a_random_policy_has_room_for_bytes(tmp_path):
+    config = base()
+    config.model.random, config.coldstart.vocab_size = True, 280
+    config.model.architecture.update({"num_layers": 1, "hidden_size": 8, "num_heads": 1, "num_kv_heads": 1})
+    config.model.architecture.update({"head_dim": 8, "intermediate_size": 8})
+    policy.write_random(config, tmp_path / "made")
+    model, tokenizer = policy.read_folder(config, tmp_path / "made")
+    assert (model.vocab_size, model.eos_token_ids) == (280, tokenizer.eos_ids)
+    assert tokenizer.decode(tokenizer.encode("1+1=?")) == "1+1=?"
+    config.coldstart.vocab_size = 100
+    with pytest.raises(UserError, match="a vocabulary of 100, and a tokenizer of bytes needs 259"):
+        policy.write_random(config, tmp_path / "other")
