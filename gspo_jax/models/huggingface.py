@@ -210,7 +210,7 @@ def write(
     multihost_utils.sync_global_devices("huggingface.save")
 
 
-def write_config(folder: Path, config: ModelConfig, dtype: np.dtype) -> None:
+def write_config(folder: pathlib.Path, config: ModelConfig, dtype: np.dtype) -> None:
     """Write a folder's config.json."""
     (folder / CONFIG).write_text(json.dumps(config_json(config, dtype), indent=2) + "\n", encoding="utf-8")
 
