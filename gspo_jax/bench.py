@@ -47,6 +47,7 @@ from gspo_jax.rollout.episodes import new_batch
 from gspo_jax.setup import keys
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.players import make_stop_rule
+from gspo_jax.training.metrics import Metrics
 from gspo_jax.types import Batch, Prompts, Rewards, SamplerStats
 from gspo_jax.versions import versions
 from gspo_jax.workload import Workload, flops
@@ -57,23 +58,31 @@ PART_OF = {"reshard": "sample", "reward": "score"}
 
 
 class Iterations(Observer):
-    """Iterations of `train` on random prompts and rewards, one per call."""
+    """Iterations of `train` on random prompts and rewards, one per call. All processes make the same."""
 
-    def __init__(self, work: Workload, model: ModelConfig, mesh: Mesh):
+    def __init__(self, work: Workload, model: ModelConfig, mesh: Mesh, *, begin: bool = True):
+        """Build the programs, and with `begin` the state that they start from."""
         config = work.config
         stop = make_stop_rule(config, eos_ids=(), pad_id=0)
-        made = engine.build(config, model, make_meshes(config, model, mesh), stop, memory=hosts.memory_of(mesh))
-        weights = made.load(work.model)
-        self._engine, self._state = dataclasses.replace(made, frozen=weights.frozen), made.begin(weights)
+        self.engine = engine.build(config, model, make_meshes(config, model, mesh), stop, memory=hosts.memory_of(mesh))
         self.packed: dict[str, float] = {}
         """Packing metrics of the newest iteration."""
         self._work, self._vocabulary = work, model.vocab_size
         self.traces: PhaseTraces | None = None
         """Traces the next iterations' phases."""
+        self.measured: list[Metrics] = []
+        """Metrics of its updates."""
         self.stats = SamplerStats()
         """Sampling time and work of the newest iteration."""
         self._random, self._key = np.random.default_rng(0), keys.run_key(config)
         self._phases: list[tuple[str, float]] = []
+        if begin:
+            self.begin_state()
+
+    def begin_state(self) -> None:
+        """Load the weights and begin their training."""
+        weights = self.engine.load(self._work.model)
+        self.engine, self._state = dataclasses.replace(self.engine, frozen=weights.frozen), self.engine.begin(weights)
 
     def run(self, number: int) -> dict[str, float]:
         """Run iteration `number` and return its seconds by part.
@@ -84,10 +93,10 @@ class Iterations(Observer):
         self._phases = []
         if self.traces is not None:
             self.traces.begin(number + 1)
-        state, batch, _ = iterate(self._engine, self, self, self._state, iter([self._prompts()]), key, self)
+        state, batch, self.measured = iterate(self.engine, self, self, self._state, iter([self._prompts()]), key, self)
         self._state = jax.block_until_ready(state)
         self.enter("")
-        self.packed = self._engine.packer.metrics(batch.packing, batch.lengths, batch.prompt_lengths)
+        self.packed = self.engine.packer.metrics(batch.packing, batch.lengths, batch.prompt_lengths)
         seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         for (phase, begun), (_, ended) in itertools.pairwise(self._phases):
             seconds[PART_OF.get(phase, phase)] += ended - begun
@@ -96,7 +105,7 @@ class Iterations(Observer):
     def enter(self, phase: str) -> None:
         """Record the start of a phase, and trace it if wanted."""
         if phase == "score":
-            self.stats = self._engine.sampler.stats
+            self.stats = self.engine.sampler.stats
         if self.traces is not None:
             self.traces.stop()
             self.traces.start(phase)
@@ -112,7 +121,7 @@ class Iterations(Observer):
         """Sample responses of the workload's lengths."""
         asked, work = next(prompts), self._work
         limits = None if work.lengths is None else work.limits
-        return new_batch(self._engine.sampler(asked, key, first=first, limits=limits), asked)
+        return new_batch(self.engine.sampler(asked, key, first=first, limits=limits), asked)
 
     def begin(self, batch: Batch) -> Callable[[], Rewards]:
         """Draw random rewards."""
@@ -257,7 +266,7 @@ def cache_settings(cache: Path) -> dict[str, Any]:
 
 
 def calibrate(file: str) -> None:
-    """Measure all attached devices, print their rates and write them to a file.
+    """Measure all attached devices, print their rates and write them to a file, in the first process.
 
     Raises:
       UserError: the file cannot be written, or a single device has no known links.
@@ -267,7 +276,8 @@ def calibrate(file: str) -> None:
     rates = calibration.measure(mesh_lib.make_mesh({"data": -1}, devices=devices))
     for name in rates_lib.FIGURES:
         print(f"{name}: {getattr(rates, name):.4g} ({rates.sources[name]})")
-    rates_lib.write(Path(file), rates, generation=calibration.generation(devices[0]))
+    if processes.is_first():
+        rates_lib.write(Path(file), rates, generation=calibration.generation(devices[0]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -280,7 +290,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             others = [name for name, value in given.items() if value != options.get_default(name)]
             if len(others) > 1:
                 raise UserError(f"--calibrate measures the devices alone; leave out --{others[0]}")
-            calibrate(given["calibrate"])
+            with processes.guarded(processes.start()):
+                calibrate(given["calibrate"])
             return
         if given["model"] is None:
             raise UserError("--model is missing; give the model's Hugging Face folder")

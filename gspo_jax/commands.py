@@ -317,6 +317,28 @@ COMMANDS: dict[str, Command] = {
         ),
         "required",
     ),
+    "first": Command(
+        "Prepare",
+        "Tell in minutes whether devices, kernels, rates and programs of this machine are right.",
+        (
+            "",
+            "--minutes=5 --out=first-v5e --json=first.json",
+            "--model=Qwen3-30B-A3B",
+        ),
+        (
+            Flag("minutes", "time for all stages, which have their limits", float, 10.0, metavar="N"),
+            Flag("model", "published shape to time, with random weights; one that fits by default", default=""),
+            Flag(
+                "out",
+                "folder for the page, the rates and the records; goes on where it was stopped",
+                Path,
+                Path("first"),
+            ),
+            Flag("devices", "devices to simulate where jax runs on CPU, over all processes", int, 8, metavar="N"),
+            Flag("start_over", "run all stages again", bool, False),
+            _JSON,
+        ),
+    ),
     "doctor": Command(
         "Prepare",
         "Check that this machine has what a run needs.",

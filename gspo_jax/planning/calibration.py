@@ -64,8 +64,8 @@ def matmul_flops_per_s(mesh: Mesh, dtype: str) -> float:
     return statistics.median(rates)
 
 
-def per_turn(turn: Callable[[Any, Any], Any], x: Any) -> float:
-    """Return the seconds per turn of `x = turn(i, x)` in a device loop."""
+def per_turn(turn: Callable[[Any, Any], Any], x: Any, *, least_s: float | None = None) -> float:
+    """Return the seconds per turn of `x = turn(i, x)` in a device loop that takes at least `least_s`, or LOOP_S."""
 
     @jax.jit
     def loop(turns: Any, x: Any) -> Any:
@@ -81,7 +81,7 @@ def per_turn(turn: Callable[[Any, Any], Any], x: Any) -> float:
         return min(seconds)
 
     turns, short = 4, timed(1)
-    while (long := timed(turns)) < LOOP_S + short:
+    while (long := timed(turns)) < (LOOP_S if least_s is None else least_s) + short:
         turns *= 2
     return (long - short) / (turns - 1)
 
@@ -119,23 +119,34 @@ def _on_each(mesh: Mesh, body: Callable[[Any, Any], Any], elements: tuple[int, .
         return per_turn(jax.shard_map(body, in_specs=(PartitionSpec(), spec), out_specs=spec), x)
 
 
+def groups(mesh: Mesh) -> list[Mesh]:
+    """Return the mesh as groups of 2, 4, … and of all devices along `fsdp`, neighbours in its order."""
+    count = mesh.devices.size
+    sizes = sorted({2**i for i in range(1, count.bit_length()) if count % 2**i == 0} | {count})
+    return [
+        Mesh(mesh.devices.reshape(count // size, size, 1, 1), mesh_lib.AXES, axis_types=mesh.axis_types)
+        for size in sizes
+    ]
+
+
+def gathering(split: Mesh, elements: tuple[int, ...]) -> float:
+    """Measure the seconds of an all-gather along `fsdp` of so many float32 elements of each device."""
+
+    def body(turn: Any, x: Any) -> Any:
+        whole = jax.lax.all_gather(x, "fsdp", axis=0, tiled=True)
+        return jax.lax.dynamic_slice_in_dim(whole, turn % split.shape["fsdp"], 1)  # not known ahead: all is gathered
+
+    return _on_each(split, body, elements)
+
+
 def collective_latencies(mesh: Mesh) -> tuple[float, float]:
     """Measure the seconds of a small all-gather between neighbours, and of each further link on its longest way.
 
-    A least-squares line through groups of 2, 4, … and of all devices, neighbours in the mesh's order.
+    A least-squares line through the groups of `groups`.
     """
-    count = mesh.devices.size
-    sizes = sorted({2**i for i in range(1, count.bit_length()) if count % 2**i == 0} | {count})
-    hops, seconds = [], []
-    for size in sizes:
-        split = Mesh(mesh.devices.reshape(count // size, size, 1, 1), mesh_lib.AXES, axis_types=mesh.axis_types)
-
-        def body(turn: Any, x: Any, split: Mesh = split) -> Any:
-            whole = jax.lax.all_gather(x, "fsdp", axis=0, tiled=True)
-            return jax.lax.dynamic_slice_in_dim(whole, turn % split.shape["fsdp"], 1)
-
-        hops.append(_longest_way(split.devices[0].flat, mesh.devices.flat))
-        seconds.append(_on_each(split, body, SMALL))
+    splits = groups(mesh)
+    hops = [_longest_way(split.devices[0].flat, mesh.devices.flat) for split in splits]
+    seconds = [gathering(split, SMALL) for split in splits]
     if len(set(hops)) == 1:
         return seconds[-1], 0.0
     hop, first = np.polyfit(np.array(hops) - 1, seconds, 1)
@@ -198,13 +209,20 @@ def cycle(device: Any) -> float | None:
 
 def links(mesh: Mesh) -> float:
     """Measure the bytes per second that a device sends in a large all-gather."""
-    elements = SENT[kind_of(mesh.devices.flat[0])]
+    elements, whole = SENT[kind_of(mesh.devices.flat[0])], groups(mesh)[-1]
+    return (mesh.devices.size - 1) * 4 * elements / gathering(whole, (elements,))
 
-    def body(turn: Any, x: Any) -> Any:
-        whole = jax.lax.all_gather(x, mesh_lib.AXES, axis=0, tiled=True)
-        return jax.lax.dynamic_slice_in_dim(whole, turn % mesh.devices.size, 1)  # not known ahead, so all is gathered
 
-    return (mesh.devices.size - 1) * 4 * elements / _on_each(mesh, body, (elements,))
+def between_slices(mesh: Mesh) -> float | None:
+    """Measure the bytes per second that a device sends to other slices; None if there are none."""
+    devices = sorted(mesh.devices.flat, key=lambda device: getattr(device, "slice_index", 0))
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1 or len(devices) % slices:
+        return None
+    across = np.array(devices, dtype=object).reshape(slices, -1).T
+    split = Mesh(across.reshape(*across.shape, 1, 1), mesh_lib.AXES, axis_types=mesh.axis_types)
+    elements = SENT[kind_of(devices[0])]
+    return (slices - 1) * 4 * elements / gathering(split, (elements,))
 
 
 def generation(device: Any) -> str:
@@ -216,10 +234,12 @@ def generation(device: Any) -> str:
 def measure(mesh: Mesh) -> Rates:
     """Measure the attached devices. What they do not have keeps its assumed figure.
 
+    All processes call it; what concerns one device is measured on one of this process's.
+
     Raises:
       UserError: there is one device, without assumed figures.
     """
-    device, count = mesh.devices.flat[0], mesh.devices.size
+    device, count = mesh.local_devices[0], mesh.devices.size
     kind, here = generation(device), f"measured on {count} x {device.device_kind}"
     if count == 1 and kind not in CHIPS:
         raise UserError(f"one device of kind {kind!r} has no links to measure; attach at least two")
@@ -232,6 +252,8 @@ def measure(mesh: Mesh) -> Rates:
     if count > 1:
         found["links"] = links(mesh)
         found["collective"], found["hop"] = collective_latencies(mesh)
+        if (dcn := between_slices(mesh)) is not None:
+            found["dcn"] = dcn
     if device.platform == "tpu":
         found["launch"], found["grid_step"] = kernel_overheads(device)
         if (seconds := cycle(device)) is not None:

@@ -126,6 +126,8 @@ class PhaseTraces:
         self._iteration = 0
         self._running: tuple[str, Trace] | None = None
         self._done: dict[str, dict[str, Any]] = {}
+        self.seen: dict[str, operations.Seen] = {}
+        """What each trace shows, by `iteration-NUMBER-PHASE`."""
 
     @property
     def running(self) -> bool:
@@ -155,7 +157,7 @@ class PhaseTraces:
         (name, trace), self._running = self._running, None
         seconds, seen = trace.stop(self.folder / _SESSIONS / name, name=f"process-{self._process}")
         if seen.devices:
-            self._done[name] = {"seconds": seconds, **seen.facts(MOST)}
+            self._done[name], self.seen[name] = {"seconds": seconds, **seen.facts(MOST)}, seen
         else:  # it only waited, and begins again
             del self._done[name]
 

@@ -1,0 +1,81 @@
+"""Watching of the worker: each stage has its limit, and one that dies or hangs does not take the others with it."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from gspo_jax.bringup import catalogue, stages
+from gspo_jax.bringup.stages import Given, Record
+from gspo_jax.doctor import Finding
+from gspo_jax.parallel.processes import PARENT
+
+START_S = 360.0
+"""Seconds until the worker's first stage: devices start, and the other processes join."""
+GRACE_S = 15.0
+"""Seconds beyond a stage's limit, in which those of other hosts may end too."""
+LOG = "log.txt"
+_LOOK_S = 0.2
+_SHOWN = 3
+"""Lines of the log in a finding."""
+
+
+def watch(given: Given, log: Path) -> bool:
+    """Run every stage without a record to its end, its death or its limit. Return True in the first process.
+
+    There each leaves a record.
+    """
+    again = ["--again"]  # stages that failed before are tried again, once
+    while True:
+        with tempfile.TemporaryDirectory(prefix="gspo_jax-first-") as folder:
+            status = Path(folder) / "status.json"
+            why = _attend([given.wire, str(status), *again], status, log)
+            seen, again = _told(status), []
+        first = not seen.get("number", int(os.environ.get("JAX_PROCESS_ID") or 0))
+        if why is not None and first:
+            _record(given, seen, f"{why}: {_last_lines(log)}")
+        if why is None or "stage" not in seen:
+            return first
+
+
+def _attend(words: list[str], status: Path, log: Path) -> str | None:
+    """Start a worker and wait for it. Return why it did not come to its end, or None."""
+    command = [sys.executable, "-m", "gspo_jax.bringup.worker", *words]
+    environment = os.environ | {PARENT: str(os.getpid())}
+    with open(log, "ab") as file, subprocess.Popen(command, env=environment, stderr=file) as worker:
+        begun = time.time()
+        try:
+            while (code := worker.poll()) is None:
+                told = _told(status)
+                limit = told.get("limit", START_S)
+                if time.time() > told.get("begun", begun) + limit + GRACE_S:
+                    return f"it took more than its {limit:.0f} s and was ended"
+                time.sleep(_LOOK_S)
+        finally:
+            worker.kill()
+    if code == 0:
+        return None
+    return f"the process was ended by signal {-code}" if code < 0 else f"the process ended with exit code {code}"
+
+
+def _told(status: Path) -> dict[str, Any]:
+    try:
+        return json.loads(status.read_text())
+    except OSError:
+        return {}
+
+
+def _record(given: Given, seen: dict[str, Any], why: str) -> None:
+    name = seen.get("stage", catalogue.STAGES[0].name)
+    remedy = f"See {LOG} beside this page; the same command goes on with the stages that are left."
+    found = [Finding(name, stages.FAILED, why, remedy)]
+    Record(name, time.time() - seen.get("begun", time.time()), found, {}, {}).write(given.out)
+
+
+def _last_lines(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text("utf-8", errors="replace").splitlines() if line.strip()]
+    return " / ".join(lines[-_SHOWN:])[:400] or "it said nothing"
