@@ -1,6 +1,7 @@
 """Stage: how fast a run is. The programs of an iteration with random weights, timed, traced and beside `plan`."""
 
 import dataclasses
+import math
 import statistics
 import tempfile
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from gspo_jax.profiling.phases import PhaseTraces, Span
 from gspo_jax.workload import Workload
 
 PROFILE = "profile"
-EXPERT_SHARDS = 8
+EXPERT_SHARDS = 4
 """Most shards of experts."""
 REPEATS = 3
 APART, FAR = 1.5, 3.0
@@ -70,26 +71,42 @@ class Tried:
     """Bytes of a device."""
 
 
+def sizes_of(devices: int) -> dict[str, int]:
+    """Return the axes of the mesh of so many devices."""
+    return {"fsdp": -1, "expert": math.gcd(devices, EXPERT_SHARDS)}
+
+
+def chosen(name: str, kind: str, memory: float, mesh: shapes.AnyMesh) -> tuple[ModelConfig, str]:
+    """Return the shape of a name, or one that fits into a device's memory, and what it is called."""
+    if name:
+        return find(name), name
+    if kind == "cpu":
+        return shapes.SMALL, "a small mixture of experts"
+    model = shapes.fitting(memory, mesh)
+    return model, shapes.SHAPE + shapes.described(model, find(shapes.SHAPE))
+
+
+def workload_of(folder: Path, model: ModelConfig, kind: str, devices: int) -> Learned:
+    """Return the iterations that are timed."""
+    mesh = (
+        sizes_of(devices) if model.is_routed and model.num_experts % sizes_of(devices)["expert"] == 0 else {"fsdp": -1}
+    )
+    sizes: dict[str, Any] = {"prompts": 2 * devices, "minibatches": 2, "devices": devices} | SIZES[kind]
+    return Learned(model=folder, mesh=mesh, repeats=REPEATS, **sizes)
+
+
 @contextmanager
-def trying(given: Given, mesh: jax.sharding.Mesh) -> Iterator[Tried]:
+def trying(given: Given) -> Iterator[Tried]:
     """Choose a model and a workload, in a folder of this process's own."""
-    device, devices = jax.local_devices()[0], mesh.size
+    device, devices = jax.local_devices()[0], jax.device_count()
+    mesh = mesh_lib.make_mesh(sizes_of(devices))
     memory = hosts.memory_of(mesh) or psutil.virtual_memory().available * processes.count() / devices
-    experts = int(np.gcd(devices, EXPERT_SHARDS))
-    if given.model:
-        model, says = find(given.model), given.model
-    elif device.platform == "cpu":
-        model, says = shapes.SMALL, "a small mixture of experts"
-    else:
-        model = shapes.fitting(memory * devices, shards=devices, experts=experts)
-        says = shapes.SHAPE + shapes.described(model, find(shapes.SHAPE))
+    model, says = chosen(given.model, kind_of(device), memory, mesh)
     with tempfile.TemporaryDirectory(prefix="gspo_jax-first-") as name:
         folder = Path(name)
         huggingface.write_config(folder, model, np.dtype(np.float32))
         random_weights.write(folder, 0)
-        shared = {"expert": experts} if model.is_routed and model.num_experts % experts == 0 else {}
-        sizes: dict[str, Any] = {"prompts": 2 * devices, "minibatches": 2, "devices": devices} | SIZES[kind_of(device)]
-        work = Learned(model=folder, mesh={"fsdp": -1, **shared}, repeats=REPEATS, **sizes)
+        work = workload_of(folder, model, kind_of(device), devices)
         yield Tried(work, work.check(), says, memory)
 
 
@@ -107,7 +124,7 @@ def over_memory(engine: Engine, tried: Tried) -> list[Finding]:
 
 def run(given: Given) -> Result:
     """Time an iteration's programs, trace them, and compare them with `plan`."""
-    with trying(given, mesh_lib.make_mesh({"data": -1})) as tried:
+    with trying(given) as tried:
         mesh = mesh_lib.make_mesh(tried.work.mesh)
         with jax.set_mesh(mesh):
             iterations = Iterations(tried.work, tried.model, mesh, begin=False)

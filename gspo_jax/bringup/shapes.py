@@ -2,19 +2,23 @@
 
 import dataclasses
 import math
+from typing import Any, TypeAlias
 
 import jax
 
 from gspo_jax.models import transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.published import find
+from gspo_jax.parallel.mesh import param_shardings, placed, shard_bytes
 
 SHAPE = "Qwen3-30B-A3B"
 """What an accelerator is tried with, or a part of it."""
 TRAINED_BYTES = 16
 """Of a parameter: its value, two moments and a gradient, in float32."""
-SHARE = 0.4
+SHARE = 0.5
 """Of the memory, for these."""
+AnyMesh: TypeAlias = Any
+"""A mesh, or an abstract one."""
 LEAST = {"num_layers": 2, "vocab_size": 4096}
 SMALL = ModelConfig(
     vocab_size=512,
@@ -36,23 +40,29 @@ def parameters(model: ModelConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(transformer.abstract(model)[1]))
 
 
-def fitting(memory: float, *, shards: int, experts: int) -> ModelConfig:
-    """Return SHAPE, or the part of it whose training takes at most SHARE of `memory` bytes.
+def trained_bytes(model: ModelConfig, mesh: AnyMesh) -> int:
+    """Return the bytes of a device of the mesh that a model's training holds, without activations."""
+    shapes = transformer.abstract(model)[1]
+    return TRAINED_BYTES // 4 * shard_bytes(placed(shapes, param_shardings(shapes, mesh)))
 
-    Layers, experts and vocabulary are halved in turn, whichever saves most, as far as `shards` of the vocabulary and
-    `experts` shards of experts allow.
+
+def fitting(memory: float, mesh: AnyMesh) -> ModelConfig:
+    """Return SHAPE, or the part of it whose training holds at most SHARE of a device's `memory` bytes.
+
+    Layers, experts and vocabulary are halved in turn, whichever saves most, as far as the mesh divides them.
     """
     model = find(SHAPE)
-    least = LEAST | {"num_experts": max(2 * model.experts_per_token, experts)}
-    while TRAINED_BYTES * parameters(model) > SHARE * memory:
+    least = LEAST | {"num_experts": max(2 * model.experts_per_token, mesh.shape["expert"])}
+    while trained_bytes(model, mesh) > SHARE * memory:
         tries = [
             dataclasses.replace(model, **{name: getattr(model, name) // 2})
             for name, floor in least.items()
-            if getattr(model, name) // 2 >= floor and (name != "vocab_size" or getattr(model, name) // 2 % shards == 0)
+            if getattr(model, name) // 2 >= floor
+            and (name != "vocab_size" or getattr(model, name) // 2 % mesh.shape["fsdp"] == 0)
         ]
         if not tries:
             break
-        model = min(tries, key=parameters)
+        model = min(tries, key=lambda one: trained_bytes(one, mesh))
     return model
 
 

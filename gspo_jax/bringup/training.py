@@ -49,7 +49,7 @@ class Learning(Iterations):
 
 def run(given: Given) -> Result:
     """Train, and judge what the metrics say."""
-    with trying(given, mesh_lib.make_mesh({"data": -1})) as tried:
+    with trying(given) as tried:
         mesh = mesh_lib.make_mesh(tried.work.mesh)
         with jax.set_mesh(mesh):
             iterations = Learning(tried.work, tried.model, mesh, begin=False)

@@ -6,6 +6,7 @@ import math
 import pathlib
 from typing import Any
 
+import jax
 import pytest
 
 from gspo_jax.bringup import catalogue, machine, page, programs, rates, shapes, stages, training
@@ -13,6 +14,7 @@ from gspo_jax.bringup.rates import Expected
 from gspo_jax.bringup.stages import FAILED, OK, WARNING, Given, Record
 from gspo_jax.doctor import Finding
 from gspo_jax.models.published import find
+from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.planning.topology import CHIPS
 
 GIVEN = Given(pathlib.Path("first"), 10.0, "", 8)
@@ -102,17 +104,19 @@ def test_a_program_beside_the_plan(ratio: float, state: str) -> None:
 @pytest.mark.parametrize(
     "kind, devices, says",
     [
-        ("v5e", 1, " with 3 of 48 layers, 16 of 128 experts, 18992 of 151936 tokens"),
-        ("v5e", 8, " with 3 of 48 layers"),
+        ("v5e", 1, " with 3 of 48 layers, 16 of 128 experts, 37984 of 151936 tokens"),
+        ("v5e", 8, " with 3 of 48 layers, 75968 of 151936 tokens"),
         ("v5p", 32, ""),
     ],
 )
 def test_shapes_that_fit(kind: str, devices: int, says: str) -> None:
-    memory, whole = CHIPS[kind].memory * devices, find(shapes.SHAPE)
-    model = shapes.fitting(memory, shards=devices, experts=math.gcd(devices, 8))
+    memory, whole = CHIPS[kind].memory, find(shapes.SHAPE)
+    sizes = mesh_lib.mesh_sizes(programs.sizes_of(devices), devices)
+    mesh = jax.sharding.AbstractMesh(sizes, mesh_lib.AXES)
+    model = shapes.fitting(memory, mesh)
     assert shapes.described(model, whole) == says
-    assert shapes.TRAINED_BYTES * shapes.parameters(model) <= shapes.SHARE * memory
-    assert model.num_experts % math.gcd(devices, 8) == 0 and model.vocab_size % devices == 0
+    held = shapes.trained_bytes(model, mesh)
+    assert 16 * shapes.parameters(model) / devices <= held <= shapes.SHARE * memory
 
 
 def rows(**last: Any) -> list[dict[str, Any]]:
