@@ -69,7 +69,7 @@ _SOURCES = {
     "bandwidth": _PEAK,
     "links": _PEAK,
     "operation": "assumed: the least that the TPU compiler (libtpu 0.0.50.1) estimates for nearly any operation, "
-    "2120 cycles on v5p and v6e, 1825 on v5e, 1.2 µs on each, and MINIMUM on tpu7x",
+    "2120 cycles on v5p and v6e, 1825 on v5e, 1.2 µs on each, and 2296 on tpu7x, 1.0 µs",
     "collective": "assumed: exchanges of 1 to 16 KiB between neighbours as others measured them, 4.5 to 5.5 µs on v5p "
     "and 5.6 to 5.9 on v6e (github.com/marin-community/marin, issue 6736)",
     "hop": "assumed: about 1 µs a link (jax-ml.github.io/scaling-book/sharding); there, a small all-gather over 4 "

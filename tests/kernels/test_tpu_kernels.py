@@ -396,7 +396,7 @@ def cases(target):
     For v5p all, and the largest in float32 too; elsewhere the largest, with adapters beside experts in int8 for all of
     the grouped matmul's kernels, and drafts in int8 alone. v5e and v6e have the same cores and VMEM, and so the same
     blocks: of what both would compile, v5e gets a kernel of each kind, and v6e the decode step's and the widest. tpu7x
-    has v5p's VMEM and one core: it gets a kernel of each kind, of the decode step's the most demanding.
+    has v5p's VMEM but one core.
     """
     named = [(of, name) for of, names in KERNELS.items() for name in names]
     largest = [case for case in named if case in LARGEST]
@@ -408,9 +408,6 @@ def cases(target):
         left_out |= {decode, experts_adapted, decode_int8_drafts}
     if target.startswith("v6e"):
         left_out |= {recurrent, turned, sums, pairs, vocabulary, (packed, "long")}
-    if target.startswith("tpu7x"):
-        left_out |= {turned, sums, pairs, (packed, "wide"), (decode, "30B"), (decode, "235B"), (decode, "1.7B")}
-        left_out |= {decode_int8}
     return [(*case, "bfloat16") for case in largest if not left_out & {case, case[0]}]
 
 
