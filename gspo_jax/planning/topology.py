@@ -211,9 +211,9 @@ def torus(name: str, mesh: Mesh) -> Torus:
 
 def counted(kind: str, devices: int) -> str:
     """Return the number of devices in words: "64 chips", or "8 chiplets of 4 chips"."""
-    chips, each = devices // CHIPS[kind].chiplets, CHIPS[kind].chiplets
+    chips = devices // CHIPS[kind].chiplets
     whole = f"{chips} chip{'s' * (chips > 1)}"
-    return whole if each == 1 else f"{devices} chiplets of {whole}"
+    return whole if chips == devices else f"{devices} chiplets of {whole}"
 
 
 def topology_mesh(name: str, sizes: Mapping[str, int], *, slices: int = 1) -> Mesh:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Console
 
 from gspo_jax.errors import UserError
 from gspo_jax.kernels.row_sums_tpu import ROW_SUMS
@@ -28,6 +29,7 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.planning import calibration, topology
 from gspo_jax.planning import costs as costs_lib
 from gspo_jax.planning.hlo import Module
+from gspo_jax.planning.show import show_header
 from tests import ahead
 
 EXPERTS, K, D, F = 128, 8, 2048, 768
@@ -162,6 +164,11 @@ def test_a_chip_of_tpu7x_is_two_devices():
     assert chiplet.flops / chiplet.clock == pytest.approx(2 * 4 * 256**2, rel=1e-3)
     assert topology.counted("tpu7x", 8) == "8 chiplets of 4 chips"
     assert topology.counted("v5p", 1) == "1 chip"
+    console = Console(record=True, width=200)
+    facts = {"topology": "tpu7x:2x2x1", "chip": "tpu7x", "mesh": {"fsdp": 8}, "least_chips": 3, "skew": None}
+    show_header(console, facts)
+    first, second = console.export_text().splitlines()
+    assert first.startswith("tpu7x:2x2x1, 8 chiplets of 4 chips, mesh fsdp 8;") and "of a chiplet" in second
 
 
 def read_off(target):
