@@ -282,7 +282,8 @@ def plan(
         facts["iteration"] = found.facts(drawn_from.text, mesh.size)
         show_iteration(console, facts["iteration"])
         if figure is not None:
-            draw(run, found, drawn_from.text, f"{facts['topology']}, {mesh.size} chips", figure)
+            on = f"{facts['topology']}, {topology.counted(facts['chip'], mesh.size)}"
+            draw(run, found, drawn_from.text, on, figure)
     return facts
 
 

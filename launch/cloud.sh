@@ -56,7 +56,7 @@ devices() {
   local count=${type##*-}
   case $type in
     '') count=0 ;;
-    v4-* | v5p-*) count=$((count / 2)) ;; # chips, whose two TensorCores are one device
+    v4-* | v5p-*) count=$((count / 2)) ;; # chips, whose two TensorCores are one device; on tpu7x they are two
   esac
   echo $((count * slices))
 }
@@ -71,22 +71,27 @@ check_config() {
   JAX_PLATFORMS=cpu .venv/bin/python -m gspo_jax.train "${train[@]}" --check_for="$(devices)" >&2 || exit
 }
 
-# Of a slice as `plan --topology` names it, prints the accelerator type, which counts TensorCores on v4 and v5p, else chips.
+# Of a slice as `plan --topology` names it, prints the accelerator type, which counts TensorCores on v4, v5p and tpu7x, else chips.
 accelerator_type() {
   local kind=${1%%:*} sides=${1#*:} chips=1 side
   for side in ${sides//x/ }; do chips=$((chips * side)); done
   case $kind in
-    v4 | v5p) echo "$kind-$((2 * chips)), whose $chips chips have two TensorCores each" ;;
+    v4 | v5p | tpu7x) echo "$kind-$((2 * chips)), whose $chips chips have two TensorCores each" ;;
     v5e) echo "v5litepod-$chips" ;;
     *) echo "$kind-$chips" ;;
   esac
 }
 
+# Refuses tpu7x: its machines are Compute Engine's, which the Cloud TPU API does not provide.
+without_tpu7x() {
+  case $type in tpu7x-*) refuse "--type=$type cannot be requested by $1; make a GKE cluster with xpk cluster create --tpu-type=$type and use launch/gke.sh" ;; esac
+}
+
 check_type() {
-  if [[ $type =~ ^(v4|v5e|v5p|v6e):[1-9][0-9]{0,2}(x[1-9][0-9]{0,2}){1,2}$ ]]; then
+  if [[ $type =~ ^(v4|v5e|v5p|v6e|tpu7x):[1-9][0-9]{0,2}(x[1-9][0-9]{0,2}){1,2}$ ]]; then
     refuse "--type=$type is a topology; give its accelerator type, --type=$(accelerator_type "$type")"
   fi
-  require_form --type "$type" '(v[234]|v5p|v5litepod|v6e)-[1-9][0-9]*' "give an accelerator type, such as --type=v5p-128 or --type=v6e-8"
+  require_form --type "$type" '(v[234]|v5p|v5litepod|v6e|tpu7x)-[1-9][0-9]*' "give an accelerator type, such as --type=v5p-128 or --type=v6e-8"
   require_form --slices "$slices" '[1-9][0-9]{0,3}' "give a number of slices, such as --slices=2"
 }
 

@@ -53,6 +53,8 @@ qwen3.5-host one_host.py:Qwen3.5-35B-A3B v5e:2x4
 glm-flash-host one_host.py:GLM-4.7-Flash v5e:2x4
 granite granite.py v5e:2x2
 olmoe-host one_host.py:OLMoE-1B-7B-0924 v5e:2x4
+30b-host-tpu7x one_host.py tpu7x:2x2x1
+30b-tpu7x qwen3_30b_a3b.py:16 tpu7x:2x2x2
 LIST
 choices=()
 for field in model.remat=full model.remat=offload training.logprob_chunk=16384 training.logprob_chunk=1048576 mesh.tensor=2; do

@@ -20,6 +20,7 @@ for flag in "$@"; do
 done
 check_name
 check_type
+without_tpu7x sky.sh
 where=gcp
 if [ -n "$zone" ]; then
   require_form --zone "$zone" '[a-z]+-[a-z]+[0-9]+-[a-z]' "give the zone of your quota, such as --zone=us-east5-a"

@@ -68,6 +68,7 @@ check_flags() {
   case $1 in
     create | babysit)
       check_type
+      without_tpu7x tpu.sh
       if [ -n "$spot" ] && [ -n "$reserved" ]; then refuse "--spot and --reserved exclude each other; use one, or neither for on-demand TPUs"; fi
       ;;
   esac

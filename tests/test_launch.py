@@ -314,8 +314,8 @@ def test_plans_of_every_recipe_and_choice_become_tables(copy):
     *plans, tables = _calls(copy)
     assert all(plan.startswith("-m gspo_jax.plan --config=configs/") for plan in plans)
     made = [plan.rpartition("--json=")[2] for plan in plans]
-    assert len(set(made)) == 19 and sum("--programs=update --config." in plan for plan in plans) == 5
-    recipes, choices = (" ".join(part) for part in (made[:14], made[14:]))
+    assert len(set(made)) == 21 and sum("--programs=update --config." in plan for plan in plans) == 5
+    recipes, choices = (" ".join(part) for part in (made[:16], made[16:]))
     assert tables == f"docs/draw/plan_tables.py b.md b/cycles.md --recipes {recipes} --choices {choices}"
     done = _bash(copy, 'bash launch/plans.sh "$@"', "--out=b")
     assert done.returncode == 2 and done.stderr.startswith("error: unexpected --out=b; use --runs=")

@@ -134,6 +134,7 @@ def test_the_other_commands(root, command, flags, printed):
         ("tpu.sh", ["babysit", *PLACE, "--type=v5litepod-16"], 16),
         ("tpu.sh", ["run", *PLACE], 0),
         ("gke.sh", [*PLACE, "--cluster=pods", "--type=v4-8"], 4),
+        ("gke.sh", [*PLACE, "--cluster=pods", "--type=tpu7x-8"], 8),
         ("sky.sh", ["--name=a", "--type=v6e-8"], 8),
     ],
 )
@@ -230,6 +231,9 @@ GKE = [*PLACE, "--cluster=pods", "--type=v5p-128", *RUN]
             "give its accelerator type, --type=v5litepod-8",
         ),
         ("tpu.sh", ["create", *PLACE, "--type=v6e:4x4"], "is a topology; give its accelerator type, --type=v6e-16"),
+        ("gke.sh", [*PLACE, "--type=tpu7x:2x2x1"], "--type=tpu7x-8, whose 4 chips have two TensorCores each"),
+        ("tpu.sh", ["create", *PLACE, "--type=tpu7x-8"], "--tpu-type=tpu7x-8 and use launch/gke.sh"),
+        ("sky.sh", ["--name=a", "--type=tpu7x-8", *RUN], "cannot be requested by sky.sh; make a GKE cluster with xpk"),
         ("tpu.sh", ["create", *PLACE, "--type=v5p-8", "--slices=0"], "--slices=0 is not valid"),
         (
             "tpu.sh",

@@ -54,7 +54,7 @@ Below, it may be the bandwidth that the estimate assumes: on v5p, 1.0 of 2.77 TB
 WINDOW = 3000
 """Estimated cycles of a window, one of several, up to which they are a latency that the next window's reads hide.
 
-The compiler estimates at least 2120 cycles per window on v5p and v6e, and 1825 on v5e.
+The compiler estimates at least 2120 cycles per window on v5p and v6e, 1825 on v5e and 2296 on tpu7x.
 """
 SMALL = 1.5
 """Multiple of an operation's latency below which its estimate is latency too, not work on vectors."""

@@ -69,12 +69,13 @@ _SOURCES = {
     "bandwidth": _PEAK,
     "links": _PEAK,
     "operation": "assumed: the least that the TPU compiler (libtpu 0.0.50.1) estimates for nearly any operation, "
-    "2120 cycles on v5p and v6e, 1825 on v5e, 1.2 µs on each",
+    "2120 cycles on v5p and v6e, 1825 on v5e, 1.2 µs on each, and 2296 on tpu7x, 1.0 µs",
     "collective": "assumed: exchanges of 1 to 16 KiB between neighbours as others measured them, 4.5 to 5.5 µs on v5p "
     "and 5.6 to 5.9 on v6e (github.com/marin-community/marin, issue 6736)",
     "hop": "assumed: about 1 µs a link (jax-ml.github.io/scaling-book/sharding); there, a small all-gather over 4 "
     "chips of v5e in a line, 3 links, took 8 µs, for which these figures give 7",
-    "dcn": "assumed: 25 GB/s of a host for its chips (jax-ml.github.io/scaling-book/tpus); on v6e 12.5 GB/s a chip",
+    "dcn": "assumed: 25 GB/s of a host for its chips (jax-ml.github.io/scaling-book/tpus); v6e and tpu7x, published, "
+    "12.5 GB/s a chip",
     "launch": "assumed: as of any operation, and not hidden, as nothing overlaps the first read and the last write",
     "grid_step": "assumed: about 0.35 µs, a figure that authors of kernels use without a published measurement",
     "cycle": "assumed: the clock, from published peak flops and the flops of the matrix units per cycle",

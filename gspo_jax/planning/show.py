@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from gspo_jax.planning.topology import CHIPS, counted
 from gspo_jax.planning.tune import Try
 
 GB = 1e9
@@ -22,9 +23,11 @@ def show_header(console: Console, facts: Mapping[str, Any]) -> None:
     spread = "" if facts["skew"] is None else f"; routers' preferences spread by {facts['skew']:g}"
     _print(
         console,
-        f"{facts['topology']}, {math.prod(facts['mesh'].values())} chips, mesh {mesh}; parameters, gradients and "
-        f"optimizer alone need {facts['least_chips']}{spread}",
+        f"{facts['topology']}, {counted(facts['chip'], math.prod(facts['mesh'].values()))}, mesh {mesh}; parameters, "
+        f"gradients and optimizer alone need {facts['least_chips']}{spread}",
     )
+    if CHIPS[facts["chip"]].chiplets > 1:
+        _print(console, "each chiplet is a device; below, a chip's figures are those of a chiplet")
 
 
 def show_program(console: Console, name: str, facts: Mapping[str, Any]) -> None:

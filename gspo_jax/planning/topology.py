@@ -7,7 +7,7 @@ import dataclasses
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,7 +33,11 @@ ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Peak figures, from each generation's page on docs.cloud.google.com/tpu."""
+    """Peak figures of a jax device, from each generation's page on docs.cloud.google.com/tpu.
+
+    A device is a chip or, on tpu7x, a chiplet: one of a chip's two, with a TensorCore, half of the chip's memory and of
+    its other figures. Elsewhere in this package "chip" means a device.
+    """
 
     flops: float
     """Bfloat16 flops per second."""
@@ -42,21 +46,31 @@ class Chip:
     memory: int
     """HBM that the compiler grants a program, by its out-of-memory message."""
     links: float
-    """Bytes per second sent over all ICI links together."""
+    """Bytes per second sent over all ICI links together, a chiplet's half of its chip's."""
     dcn: float
     """Bytes per second sent between slices: a chip's share of its host's network."""
     clock: float
     """Cycles per second: peak flops over matrix-unit flops per cycle."""
-    cores: int
+    cores: int = 1
     """TensorCores, which share a kernel's parallel grid dimensions."""
+    chiplets: int = 1
+    """Devices of a chip."""
+    rank: int = 3
+    """Dimensions of the torus."""
+
+    @property
+    def tensor_cores(self) -> int:
+        """TensorCores of a whole chip, which Cloud TPU's names count if there are several."""
+        return self.cores * self.chiplets
 
 
 _GIB = 2**30
 CHIPS = {
     "v4": Chip(275e12, 1.2e12, int(30.75 * _GIB), 300e9, 6.25e9, 1.05e9, cores=2),
-    "v5e": Chip(197e12, 0.82e12, int(15.75 * _GIB), 200e9, 3.125e9, 1.5e9, cores=1),
+    "v5e": Chip(197e12, 0.82e12, int(15.75 * _GIB), 200e9, 3.125e9, 1.5e9, rank=2),
     "v5p": Chip(459e12, 2.765e12, int(95.74 * _GIB), 600e9, 6.25e9, 1.75e9, cores=2),
-    "v6e": Chip(918e12, 1.638e12, int(31.25 * _GIB), 400e9, 12.5e9, 1.75e9, cores=1),
+    "v6e": Chip(918e12, 1.638e12, int(31.25 * _GIB), 400e9, 12.5e9, 1.75e9, rank=2),
+    "tpu7x": Chip(2307e12 / 2, 7.38e12 / 2, int(94.74 * _GIB), 600e9 / 2, 12.5e9 / 2, 2.2e9, chiplets=2),
 }
 
 KINDS = {
@@ -67,17 +81,15 @@ KINDS = {
     "TPU v5p": "v5p",
     "TPU v6 lite": "v6e",
     "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
 }
 """Generations by jax's device kind."""
 
 CLOUD_KINDS = {"v5litepod": "v5e"}
 """Generations by Cloud TPU name, if different."""
 
-_MEGACORE = {"v4": "v4", "v5p": "v5"}
-"""libtpu's names of 3D-torus generations, with two cores per device."""
-
-_SINGLE = {"v5e": "v5e", "v6e": "v6e"}
-"""libtpu's names of 2D-torus generations."""
+_LIBTPU_KINDS = {"v5p": "v5"}
+"""libtpu's names of generations, if different."""
 
 
 def generation(name: str) -> str:
@@ -91,7 +103,7 @@ def generation(name: str) -> str:
         return known
     kind, _, count = known.partition("-")
     kind = CLOUD_KINDS.get(kind, kind)
-    cores = 2 if kind in _MEGACORE else 1
+    cores = CHIPS[kind].tensor_cores if kind in CHIPS else 1
     if kind in CHIPS and count.isdigit() and int(count) and int(count) % cores == 0:
         raise UserError(_in_chips(known, kind, int(count) // cores, cores=cores))
     raise UserError(f"unknown TPU generation {known!r}; {choices(known, CHIPS)}")
@@ -99,7 +111,7 @@ def generation(name: str) -> str:
 
 def _in_chips(name: str, kind: str, chips: int, *, cores: int) -> str:
     """Explain Cloud TPU's name and how to write the slice here."""
-    rank = 3 if kind in _MEGACORE else 2
+    rank = CHIPS[kind].rank
     sides = sorted(2 ** ((chips.bit_length() - 1 + i) // rank) for i in range(rank))  # as equal as Cloud TPU's
     write = f"{kind}:{'x'.join(map(str, [s for s in sides if s > 1] + [s for s in sides if s == 1]))}"
     if math.prod(sides) != chips:
@@ -118,7 +130,6 @@ def describe(name: str, *, slices: int = 1) -> list[Any]:
       UserError: the topology is unknown or malformed, or libtpu is missing.
     """
     kind, sides = generation(name), _sides(name)
-    known = {**_MEGACORE, **_SINGLE}
     if importlib.util.find_spec("libtpu") is None:
         raise UserError("libtpu, the TPU compiler, is not installed; install it with pip install 'gspo_jax[tpu]'")
     for key, value in ENVIRONMENT.items():
@@ -127,9 +138,9 @@ def describe(name: str, *, slices: int = 1) -> list[Any]:
     try:
         return topologies.get_topology_desc(
             platform="tpu",
-            topology_name=f"{known[kind]}:{'x'.join(map(str, sides))}",
+            topology_name=f"{_LIBTPU_KINDS.get(kind, kind)}:{'x'.join(map(str, sides))}",
             wrap=wraps(kind, sides),
-            chip_config_name="megacore" if kind in _MEGACORE else "default",
+            chip_config_name="megacore" if CHIPS[kind].cores > 1 else "default",
             chips_per_host_bounds=(*hosts, 1),
             num_slices=slices,
         ).devices
@@ -141,7 +152,7 @@ def describe(name: str, *, slices: int = 1) -> list[Any]:
 
 
 def _example(kind: str) -> str:
-    return "4x4x4" if kind in _MEGACORE else "4x4"
+    return "x".join("4" * CHIPS[kind].rank)
 
 
 def _sides(name: str) -> tuple[int, int, int]:
@@ -151,7 +162,7 @@ def _sides(name: str) -> tuple[int, int, int]:
       UserError: the topology is malformed.
     """
     kind, sides = generation(name), name.partition(":")[2].split("x")
-    rank = 3 if kind in _MEGACORE else 2
+    rank = CHIPS[kind].rank
     if len(sides) != rank or not all(side.isdigit() and int(side) for side in sides):
         raise UserError(f"topology {name!r} does not have {rank} positive sides; write it as {kind}:{_example(kind)}")
     x, y, z = (int(side) for side in [*sides, "1"][:3])
@@ -159,22 +170,22 @@ def _sides(name: str) -> tuple[int, int, int]:
 
 
 def wraps(kind: str, sides: Sequence[int]) -> tuple[bool, ...]:
-    """Return which sides wrap around."""
-    full = 4 if kind in _MEGACORE else 16
+    """Return which sides wrap around. A fourth, of the devices of a chip, does not."""
+    full = 4 if kind in CHIPS and CHIPS[kind].rank == 3 else 16
     return tuple(side % full == 0 for side in sides)
 
 
 @dataclasses.dataclass(frozen=True)
 class Torus:
-    """Chips of a slice, by their number in a program."""
+    """Devices of a slice, by their number in a program."""
 
-    coordinates: Int[np.ndarray, "chips 3"]
+    coordinates: Int[np.ndarray, "devices sides"]
     sides: tuple[int, ...]
     wraps: tuple[bool, ...]
     """True for sides whose ends are linked."""
 
     def hops(self, groups: Sequence[Sequence[int]]) -> int:
-        """Return the most links on a shortest way between two chips of a group."""
+        """Return the most links on a shortest way between two devices of a group."""
         return max((self._diameter(tuple(group)) for group in groups), default=0)
 
     def _diameter(self, group: tuple[int, ...]) -> int:
@@ -186,11 +197,23 @@ class Torus:
         return int(apart.max(initial=0))
 
 
+def coordinates(devices: Iterable[Any]) -> Int[np.ndarray, "devices 4"]:
+    """Return the chips' places in their slice and the devices' in their chips, one link apart."""
+    return np.array([(*device.coords, device.core_on_chip) for device in devices])
+
+
 def torus(name: str, mesh: Mesh) -> Torus:
-    """Return the torus of the slice, or of each of several, with chips in the mesh's order."""
-    sides = _sides(name)
-    coordinates = np.array([device.coords for device in mesh.devices.flat])
-    return Torus(coordinates, sides, wraps(generation(name), sides))
+    """Return the torus of the slice, or of each of several, with devices in the mesh's order."""
+    kind = generation(name)
+    sides = (*_sides(name), CHIPS[kind].chiplets)
+    return Torus(coordinates(mesh.devices.flat), sides, wraps(kind, sides))
+
+
+def counted(kind: str, devices: int) -> str:
+    """Return the number of devices in words: "64 chips", or "8 chiplets of 4 chips"."""
+    chips = devices // CHIPS[kind].chiplets
+    whole = f"{chips} chip{'s' * (chips > 1)}"
+    return whole if chips == devices else f"{devices} chiplets of {whole}"
 
 
 def topology_mesh(name: str, sizes: Mapping[str, int], *, slices: int = 1) -> Mesh:

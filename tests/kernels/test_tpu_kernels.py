@@ -395,7 +395,8 @@ def cases(target):
 
     For v5p all, and the largest in float32 too; elsewhere the largest, with adapters beside experts in int8 for all of
     the grouped matmul's kernels, and drafts in int8 alone. v5e and v6e have the same cores and VMEM, and so the same
-    blocks: of what both would compile, v5e gets a kernel of each kind, and v6e the decode step's and the widest.
+    blocks: of what both would compile, v5e gets a kernel of each kind, and v6e the decode step's and the widest. tpu7x
+    has v5p's VMEM but one core.
     """
     named = [(of, name) for of, names in KERNELS.items() for name in names]
     largest = [case for case in named if case in LARGEST]
@@ -419,7 +420,7 @@ def figures(target):
 
 @pytest.mark.slow
 @ahead.needs_libtpu
-@pytest.mark.parametrize("target", ["v4:2x2x1", "v5p:2x2x1", "v5e:4x4", "v6e:4x4"])
+@pytest.mark.parametrize("target", ["v4:2x2x1", "v5p:2x2x1", "v5e:4x4", "v6e:4x4", "tpu7x:2x2x1"])
 def test_the_tpu_compiler_takes_every_kernel(target):
     """No [T, T] array of scores exists outside the kernels.
 

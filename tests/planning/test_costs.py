@@ -395,6 +395,8 @@ def test_links_between_the_chips_of_a_group():
     assert ring.hops([range(32)]) == 2 + 2 + 1  # of 2 x 4 x 4
     assert ring.hops([(0, 1), (1, 2), (3, 0)]) == 1 and line.hops([(0, 1), (1, 2), (3, 0)]) == 3
     assert ring.hops([]) == 0
+    chiplets = torus(4, 4, 4, 2, wraps=(True,) * 3 + (False,))
+    assert chiplets.hops([(0, 1)]) == 1 and chiplets.hops([range(128)]) == 6 + 1
 
 
 def test_a_collective_takes_longer_over_a_longer_way():
