@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from gspo_jax.engine import Engine
 from gspo_jax.planning import costs as costs_lib
@@ -12,7 +11,7 @@ from gspo_jax.planning import executed
 from gspo_jax.planning.calibration import generation
 from gspo_jax.planning.rates import Rates
 from gspo_jax.planning.setting import Setting
-from gspo_jax.planning.topology import CHIPS, Torus, wraps
+from gspo_jax.planning.topology import CHIPS, Torus, coordinates, wraps
 from gspo_jax.profiling.operations import Operation
 from gspo_jax.profiling.phases import PhaseTraces
 
@@ -30,8 +29,8 @@ WORST = 20
 
 def setting_of(engine: Engine, rates: Rates) -> Setting:
     """Return the engine on the attached chips."""
-    devices = engine.meshes.trainer.devices.flat
-    kind, at = generation(devices[0]), np.array([device.coords for device in devices])
+    devices = list(engine.meshes.trainer.devices.flat)
+    kind, at = generation(devices[0]), coordinates(devices)
     sides = tuple((at.max(axis=0) + 1).tolist())
     return Setting(engine, CHIPS[kind], rates, torus=Torus(at, sides, wraps(kind, sides)))
 
