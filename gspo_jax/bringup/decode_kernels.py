@@ -165,7 +165,7 @@ def _attention(size: Sizes) -> Kernel:
         return results | {name: Exact(wide(x)) for name, x in zip(("keys", "values"), written, strict=True)}
 
     loads = {load: partial(draw, load) for load in ("random", "empty", "full", "skewed")}
-    return Kernel("decode: paged attention", run, exact, loads)
+    return Kernel("decode: paged attention", run, exact, loads, donated=(3,))
 
 
 def _output(size: Sizes) -> Kernel:
@@ -216,14 +216,14 @@ def _output(size: Sizes) -> Kernel:
         return {
             "stream": Exact(stream, limit(dtype, 3)),  # x + y, the projection, and their sum
             "rows": Exact(rms_norm(stream, scale, EPS), limit(dtype, 4)),
-            "shares": Exact(shares, limit(dtype, 1)),
+            "shares": Exact(shares, limit(dtype, 3)),  # once, but of few numbers a row
             "asked": Exact(asked.astype(np.float64)),
             "experts": Exact(experts),
             "log-probs": Exact(logprobs, limit(jnp.float32, 1)),
         }
 
     loads = {load: partial(draw, load) for load in ("random", "empty", "full")}
-    return Kernel("decode: output and routes", run, exact, loads, only_tpu=True)
+    return Kernel("decode: output and routes", run, exact, loads, only_tpu=True, donated=(2, 6))
 
 
 def _experts(size: Sizes) -> Kernel:

@@ -21,6 +21,9 @@ cancelled, or zero."""
 _ENTRIES = 2**22
 """Entries compared at once."""
 
+_PERIOD = 4_194_301
+"""A prime, so that no two rows or matrices of an array are alike."""
+
 Draws = Callable[[], tuple[Any, ...]]
 
 
@@ -31,6 +34,8 @@ class Exact(NamedTuple):
     """Float64, NaN where anything may stand; or integers, which must be equal."""
     limit: float = 0.0
     """The largest `deviation` of a right kernel."""
+    scale: np.ndarray | None = None
+    """Norm of what each row is a difference of, where most may cancel; None: of the row itself."""
 
 
 class Kernel(NamedTuple):
@@ -46,50 +51,54 @@ class Kernel(NamedTuple):
     """Arguments, as host arrays of the same shapes for all loads."""
     only_tpu: bool = False
     """True for kernels that only a TPU's programs have."""
+    donated: tuple[int, ...] = ()
+    """Arguments whose buffers the outputs may take."""
 
 
 def limit(dtype: Any, roundings: int) -> float:
-    """Return u √roundings + `ARITHMETIC`, the largest `deviation` of a result that was rounded so often on its way.
+    """Return u √(roundings / 3) + `ARITHMETIC`, the largest `deviation` of a result rounded so often on its way.
 
-    With u half the dtype's spacing at 1, 2^-8 in bfloat16, a rounding errs by at most u and over many numbers by at most
-    u / √3 in the root mean square. Independent ones add up as squares, so that √3 is left as a margin. Up to six in
-    bfloat16 stay below 1%.
+    With u half the dtype's spacing at 1, 2^-8 in bfloat16, a rounding errs by at most u of a number, and over numbers
+    between two powers of two by at most u / √3 in the root mean square (by 0.75 of that over all of them, the margin).
+    Independent ones add up as squares. Twelve in bfloat16 stay below 1%.
     """
-    return float(jnp.finfo(dtype).eps) / 2 * roundings**0.5 + ARITHMETIC
+    return float(jnp.finfo(dtype).eps) / 2 * (roundings / 3) ** 0.5 + ARITHMETIC
 
 
-def deviation(found: Any, exact: np.ndarray) -> float:
+def deviation(found: Any, exact: Exact) -> float:
     """Return how far a result is from the exact one, in its worst row (the last axis): ∞ if it is not finite.
 
-    Of each row the larger of ‖found − exact‖ / ‖exact‖ and max |found − exact| / max |exact|: row by row, so that what
-    is wrong for one token, head or expert alone counts in full. Of integers, the share that differs.
+    Of each row the larger of ‖found − exact‖ / ‖exact‖ and of half of max |found − exact| / max |exact|, since single
+    entries err more than the root mean square: row by row, so that what is wrong for one token, head or expert alone
+    counts in full. Of integers, the share that differs.
     """
-    found = np.asarray(found)
-    if found.shape != exact.shape:
-        raise ValueError(f"the result has shape {found.shape} instead of {exact.shape}")
-    if exact.dtype.kind in "iub":
-        return float((found != exact).mean()) if exact.size else 0.0
-    width = exact.shape[-1]
-    found, exact = found.reshape(-1, width), exact.reshape(-1, width)
-    step = max(1, _ENTRIES // max(width, 1))
-    parts = [_by_row(found[i : i + step], exact[i : i + step]) for i in range(0, len(exact), step)]
-    if not parts:
-        return 0.0
+    found, values = np.asarray(found), exact.values
+    if found.shape != values.shape:
+        raise ValueError(f"the result has shape {found.shape} instead of {values.shape}")
+    if values.dtype.kind in "iub":
+        return float((found != values).mean()) if values.size else 0.0
+    width = values.shape[-1]
+    found, values = found.reshape(-1, width), values.reshape(-1, width)
+    step = max(1, _ENTRIES // width)
+    parts = [_by_row(found[i : i + step], values[i : i + step]) for i in range(0, len(values), step)]
     errors, norms, worst, largest = (np.concatenate(x) for x in zip(*parts, strict=True))
     if not np.isfinite(errors).all():
         return float("inf")
+    if exact.scale is not None:
+        scale = exact.scale.reshape(-1)
+        norms, largest = np.maximum(norms, scale), np.maximum(largest, 2 * scale / width**0.5)
     used = norms[norms > 0]
-    floor = _SMALL * np.sqrt(np.mean(used**2)) if used.size else 1.0
-    most = _SMALL * largest.max(initial=0.0) or 1.0
-    return float(max((errors / np.maximum(norms, floor)).max(), (worst / np.maximum(largest, most)).max()))
+    norms = np.maximum(norms, _SMALL * np.sqrt(np.mean(used**2)) if used.size else 1)
+    largest = np.maximum(largest, _SMALL * largest.max() or 1)
+    return float(max((errors / norms).max(), (worst / largest).max() / 2))
 
 
 def _by_row(found: np.ndarray, exact: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return norm of the error, norm, largest error and largest entry of each row."""
-    defined = ~np.isnan(exact)
-    exact = np.where(defined, exact, 0)
-    error = np.abs(np.where(defined, found.astype(np.float64), 0) - exact)
-    size = np.abs(exact)
+    """Return norm of the error, norm, largest error and largest entry of each row; equal infinities count nothing."""
+    found = found.astype(np.float64)
+    counts = ~np.isnan(exact) & ~(np.isinf(exact) & (found == exact))
+    exact = np.where(counts, exact, 0)
+    error, size = np.abs(np.where(counts, found, 0) - exact), np.abs(exact)
     return np.linalg.norm(error, axis=1), np.linalg.norm(size, axis=1), error.max(axis=1), size.max(axis=1)
 
 
@@ -102,10 +111,19 @@ class Draw:
 
     def __call__(self, *shape: int, scale: float = 1.0, dtype: Any = None) -> np.ndarray:
         """Return scale · n / 64, n an integer in [-128, 127] and scale a power of two."""
-        return (self.int8(*shape).astype(np.float32) * (scale / 64)).astype(self.dtype if dtype is None else dtype)
+        dtype = self.dtype if dtype is None else jnp.dtype(dtype)
+        found = self.int8(*shape).astype(np.float32)
+        found *= scale / 64
+        if dtype != jnp.bfloat16:
+            return found.astype(dtype)
+        # Its upper half, which is all there is: several times as fast as a conversion.
+        return np.ascontiguousarray(found.view("<u2").reshape(*shape, 2)[..., 1]).view(dtype)
 
     def int8(self, *shape: int) -> np.ndarray:
-        return np.frombuffer(self.rng.bytes(int(np.prod(shape))), np.int8).reshape(shape)
+        """Return random bytes, of which those of large arrays recur after `_PERIOD`."""
+        size = int(np.prod(shape))
+        drawn = np.frombuffer(self.rng.bytes(min(size, _PERIOD)), np.int8)
+        return np.resize(drawn, size).reshape(shape)
 
     def positive(self, *shape: int) -> np.ndarray:
         """Return float32 numbers in [0.5, 1.5)."""
