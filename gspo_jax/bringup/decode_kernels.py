@@ -56,7 +56,6 @@ def _order_one(x: Draw, *shape: int) -> np.ndarray:
     return x(*shape, scale=2.0 ** -round(np.log2(1.3 * shape[-2] ** 0.5)))
 
 
-
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return rotary.rms_norm(x, scale, EPS)
 
@@ -137,7 +136,9 @@ def _attention(size: Sizes) -> Kernel:
         else:
             at = jnp.maximum(ages[:, 0] - 1, 0)
             page = jnp.where(ages[:, 0] > 0, jnp.take_along_axis(table, (at // C)[:, None], axis=1)[:, 0], M)
-            pools = tuple(x.at[LAYER, page, :, at % C].set(n[:, 0], mode="drop") for x, n in zip(pools, new, strict=True))
+            pools = tuple(
+                x.at[LAYER, page, :, at % C].set(n[:, 0], mode="drop") for x, n in zip(pools, new, strict=True)
+            )
             rows = SlotRows.of(responses, ages[:, 0] > 0, P, G)
             options: dict[str, Any] = {"layer": layer, "table": table, "ages": ages, "rows": rows}
             out = decode_attention(q, *prompt, lengths, *pools, **options)
@@ -199,7 +200,9 @@ def _output(size: Sizes) -> Kernel:
         names = ("rows", packed[:, :D]), ("shares", packed[:, D : D + K]), ("asked", packed[:, D + K : D + 2 * K])
         return {"stream": stream, **dict(names), "experts": log.experts, "log-probs": log.logprobs}
 
-    def exact(found: Any, attended: Any, x: Any, y: Any, active: Any, o: Any, router: Any, log: Any) -> dict[str, Exact]:
+    def exact(
+        found: Any, attended: Any, x: Any, y: Any, active: Any, o: Any, router: Any, log: Any
+    ) -> dict[str, Exact]:
         scale, weights = (wide(a[LAYER]) for a in router)
         out = np.nan_to_num(wide(attended)).reshape(B, -1) @ wide(o[LAYER])
         stream = wide(x) + wide(y) + out

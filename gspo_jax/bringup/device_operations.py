@@ -1,4 +1,4 @@
-"""What XLA itself must compute, for routers and samplers: comparisons and sums along rows, draws, and donated buffers."""
+"""What XLA itself must compute for routers and samplers: comparisons and sums along rows, draws, donated buffers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax.bringup.exactness import Draw, Exact, Kernel, limit, wide
-from gspo_jax.bringup.findings import Finding
+from gspo_jax.bringup.stages import FAILED, OK, WARNING
+from gspo_jax.doctor import Finding
 from gspo_jax.kernels.backend import platform
 from gspo_jax.rollout.draws import VOCABULARY, try_draws
 from gspo_jax.rollout.sampling import SamplingParams, draw
@@ -109,9 +110,9 @@ def draws() -> Finding:
     """Check that sampled tokens follow their distribution."""
     verdict = try_draws(CPU_DRAWS if platform() == "cpu" else DRAWS)
     if verdict.right:
-        return Finding("draws", "ok", f"draws: {verdict}")
+        return Finding("draws", OK, f"draws: {verdict}")
     remedy = "Tokens would not follow the policy: install the versions of jaxlib and libtpu in launch/constraints.txt."
-    return Finding("draws", "failed", f"draws are biased or too even: {verdict}", remedy)
+    return Finding("draws", FAILED, f"draws are biased or too even: {verdict}", remedy)
 
 
 def donation() -> Finding:
@@ -135,11 +136,11 @@ def donation() -> Finding:
     wrong = int((~np.isclose(np.asarray(cache), expected, rtol=1e-5, atol=1e-5)).sum())
     if wrong:
         found = f"donated cache: {wrong} of {cache.size} entries are wrong after {UPDATES} updates in place"
-        return Finding("donation", "failed", found, "Do not train with it: a decode step's cache would be wrong.")
+        return Finding("donation", FAILED, found, "Do not train with it: a decode step's cache would be wrong.")
     if len(places) > 2:  # the first, and where a program may have put its result at first
         found = f"donated cache: right after {UPDATES} updates, but copied: it lay in {len(places)} places"
-        return Finding("donation", "warning", found, "Decoding will need more memory and time than planned.")
-    return Finding("donation", "ok", f"donated cache: right after {UPDATES} updates, in place")
+        return Finding("donation", WARNING, found, "Decoding will need more memory and time than planned.")
+    return Finding("donation", OK, f"donated cache: right after {UPDATES} updates, in place")
 
 
 CHECKS: dict[str, Callable[[], Finding]] = {"draws": draws, "donation": donation}

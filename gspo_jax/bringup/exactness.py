@@ -51,6 +51,8 @@ class Kernel(NamedTuple):
     """Arguments, as host arrays of the same shapes for all loads."""
     only_tpu: bool = False
     """True for kernels that only a TPU's programs have."""
+    long: bool = False
+    """True if interpreting it takes too long for a CPU."""
     donated: tuple[int, ...] = ()
     """Arguments whose buffers the outputs may take."""
 

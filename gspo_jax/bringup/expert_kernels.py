@@ -85,7 +85,7 @@ def _each(loads: Sequence[str], draw: Callable[[str], tuple[Any, ...]]) -> dict[
     return {load: partial(draw, load) for load in loads}
 
 
-def _grouped(size: Sizes) -> Kernel:
+def grouped(size: Sizes) -> Kernel:
     """Products of two matrices, and the gradients of rows and matrices."""
     E, D, F, N = size.trained, size.hidden, size.width, size.rows
 
@@ -122,7 +122,7 @@ def _grouped(size: Sizes) -> Kernel:
 
 
 def _grouped_int8(size: Sizes) -> Kernel:
-    """As `_grouped`, of frozen int8 matrices with scales."""
+    """As `grouped`, of frozen int8 matrices with scales."""
     E, D, F, N = size.experts, size.hidden, size.width, size.rows
 
     def draw(load: str) -> tuple[Any, ...]:
@@ -301,7 +301,7 @@ def _combined(size: Sizes) -> Kernel:
             "gradient of weights": Exact(d_shares.reshape(-1), limit(size.dtype, 32)),
         }
 
-    return Kernel("experts, combined", run, exact, _each(LOADS, draw))
+    return Kernel("experts, combined", run, exact, _each(LOADS, draw), long=True)
 
 
 def _row_sums(size: Sizes) -> Kernel:
@@ -408,7 +408,7 @@ def _places(size: Sizes) -> Kernel:
     def exact(found: Any, ids: Any) -> dict[str, Exact]:
         places, spare, counts, start = np.full((K, N), none), np.full((BLOCK, E), none), np.zeros(E, int), 0
         for e in range(E):
-            n, k = np.nonzero(ids.T == e)
+            n, k = np.nonzero(e == ids.T)
             counts[e] = -(-len(n) // BLOCK)
             places[k, n] = start + np.arange(len(n))
             filled = np.arange(start + len(n), start + BLOCK * counts[e])
@@ -458,5 +458,5 @@ def _moves(size: Sizes) -> Kernel:
 def kernels(*, small: bool) -> list[Kernel]:
     """Return the kernels of experts, of a large model's widths unless `small`."""
     size = SMALL if small else WIDE
-    made = _grouped, _grouped_int8, _stacked, _adapted, _swiglu, _combined, _row_sums, _weighted, _router, _places
+    made = grouped, _grouped_int8, _stacked, _adapted, _swiglu, _combined, _row_sums, _weighted, _router, _places
     return [make(size) for make in (*made, _moves)]

@@ -1,15 +1,17 @@
 """Whether every kernel computes the right thing on this process's device.
 
-Each kernel that the platform would use is compiled, run on several loads, and compared with a float64 computation on the
-host. So is what XLA alone makes of the same computation, which says where to look. On CPU, whose kernels are XLA's, the
-TPU's are interpreted instead, in small sizes.
+Each kernel that the platform would use is compiled, run on several loads, and compared with a float64 computation on
+the host. So is what XLA alone makes of the same computation, which says where to look. On CPU, whose kernels are XLA's,
+the TPU's are interpreted instead, in small sizes.
 """
 
 import contextlib
 import dataclasses
 import fnmatch
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -19,7 +21,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from gspo_jax.bringup import decode_kernels, device_operations, expert_kernels, token_kernels
 from gspo_jax.bringup.exactness import Kernel, deviation
-from gspo_jax.bringup.findings import Finding
+from gspo_jax.bringup.stages import FAILED, OK, WARNING, Given, Result
+from gspo_jax.doctor import Finding
 from gspo_jax.kernels.backend import platform
 
 KERNEL, XLA, INTERPRETED = "kernel", "XLA's program", "TPU kernel, interpreted"
@@ -34,7 +37,7 @@ WRONG = (
 RAISED = "Read the message above; if it is not about memory that others hold, report it to the project with this page."
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Way:
     """How a kernel's program is made."""
 
@@ -63,7 +66,7 @@ def ways(kernel: Kernel) -> list[Way]:
     """Return how a kernel is tried on the platform in scope, what a run would use first."""
     interpreted = Way(INTERPRETED, "tpu", "TPU v5e", QUICK)
     if platform() == "cpu":
-        return [interpreted] if kernel.only_tpu else [Way(KERNEL), interpreted]
+        return [Way(KERNEL)] * (not kernel.only_tpu) + [interpreted] * (not kernel.long)
     if platform() != "tpu" and kernel.only_tpu:
         return []
     return [Way(KERNEL), Way(XLA, "xla")]
@@ -82,7 +85,7 @@ class Outcome:
     raised: str = ""
     """First line of the exception, if any."""
     compile_seconds: float = 0.0
-    """Of the first load. Others share its program."""
+    """Of the program, which a kernel's loads share."""
     run_seconds: float = 0.0
 
     @property
@@ -107,57 +110,77 @@ def _percent(share: float) -> str:
 
 
 class _Programs:
-    """A kernel's compiled programs by way; one that is another's is left out."""
+    """A kernel's compiled programs by way, without one that is the same as another."""
 
-    def __init__(self, kernel: Kernel, device: Any):
-        self.kernel, self.device, self.texts, self.compiled = kernel, device, set(), {}
+    def __init__(self, kernel: Kernel, device: Any, pool: ThreadPoolExecutor, most: int | None):
+        """Have those of the first `most` ways compiled, from the shapes of the first load."""
+        self.kernel, self.device = kernel, device
+        self.compiled: dict[Way, Future[tuple[Any, float]]] = {}
+        self.first = next(iter(kernel.loads.values()))()
+        shapes = jax.tree.map(self._shape, self.first)
+        texts: set[str] = set()
+        for way in ways(kernel)[:most]:
+            try:
+                with way.traced():
+                    lowered = jax.jit(kernel.run, donate_argnums=kernel.donated).lower(*shapes)
+            except Exception as error:  # as if the compiler had found it
+                self.compiled[way] = Future()
+                self.compiled[way].set_exception(error)
+                continue
+            if (text := lowered.as_text()) not in texts:
+                texts.add(text)
+                self.compiled[way] = pool.submit(_compiled, lowered, way.options)
 
-    def run(self, way: Way, arguments: tuple[Any, ...], outcome: Outcome) -> dict[str, np.ndarray] | None:
-        """Return the outputs, and set the outcome's times; None if the way has no program of its own."""
+    def _shape(self, x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=jax.sharding.SingleDeviceSharding(self.device))
+
+    def run(self, way: Way, arguments: tuple[Any, ...], outcome: Outcome) -> dict[str, np.ndarray]:
+        """Return the outputs, and set the outcome's times."""
+        program, outcome.compile_seconds = self.compiled[way].result()
         given = jax.device_put(arguments, self.device, may_alias=False)  # it may be donated
-        if way.name not in self.compiled:
-            begun = time.perf_counter()
-            with way.traced():
-                lowered = jax.jit(self.kernel.run, donate_argnums=self.kernel.donated).lower(*given)
-                text = lowered.as_text()
-                known, self.compiled[way.name] = text in self.texts, None
-                self.texts.add(text)
-                if not known:
-                    self.compiled[way.name] = lowered.compile(way.options)
-            outcome.compile_seconds = time.perf_counter() - begun
-        if (program := self.compiled[way.name]) is None:
-            return None
         begun = time.perf_counter()
         found = jax.block_until_ready(program(*given))
         outcome.run_seconds = time.perf_counter() - begun
         return {name: np.asarray(x) for name, x in found.items()}
 
+    def check(self) -> list[Outcome]:
+        """Return the outcomes of all loads and ways, of interpreted kernels of the first and last load alone.
 
-def check(kernel: Kernel, *, device: Any = None) -> list[Outcome]:
-    """Return the outcomes of all loads and ways of a kernel, interpreted of the first and last load alone.
-
-    What raises is an outcome too, and ends its way.
-    """
-    device, outcomes, ended = device or jax.local_devices()[0], [], set()
-    programs = _Programs(kernel, device)
-    for number, (load, draws) in enumerate(kernel.loads.items()):
-        arguments = draws()
-        for way in ways(kernel):
-            if way.name in ended or way.name == INTERPRETED and 0 < number < len(kernel.loads) - 1:
-                continue
-            outcome = Outcome(kernel.name, load, way.name)
-            try:
-                found = programs.run(way, arguments, outcome)
-                if found is None:
+        What raises is an outcome too, and ends its way.
+        """
+        outcomes, ended = [], set()
+        for number, (load, draws) in enumerate(self.kernel.loads.items()):
+            arguments, self.first = self.first or draws(), None
+            for way in self.compiled:
+                if way in ended or (way.name == INTERPRETED and 0 < number < len(self.kernel.loads) - 1):
                     continue
-                exact = kernel.exact(found, *arguments)
-                outcome.errors = {name: deviation(found[name], exact[name]) for name in exact}
-                outcome.limits = {name: exact[name].limit for name in exact}
-            except Exception as error:  # whatever the compiler, the device or the kernel itself raises is a finding
-                outcome.raised = _first_line(error)
-                ended.add(way.name)
-            outcomes.append(outcome)
-    return outcomes
+                outcome = Outcome(self.kernel.name, load, way.name)
+                try:
+                    found = self.run(way, arguments, outcome)
+                    exact = self.kernel.exact(found, *arguments)
+                    outcome.errors = {name: deviation(found[name], exact[name]) for name in exact}
+                    outcome.limits = {name: exact[name].limit for name in exact}
+                except Exception as error:  # whatever the compiler, the device or the kernel raises is a finding
+                    outcome.raised = _first_line(error)
+                    ended.add(way)
+                outcomes.append(outcome)
+        return outcomes
+
+
+def _compiled(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> tuple[Any, float]:
+    """Return the program and the seconds that it took."""
+    begun = time.perf_counter()
+    return lowered.compile(options), time.perf_counter() - begun
+
+
+def check(kernels: Sequence[Kernel], device: Any, *, most: int | None = None) -> list[list[Outcome]]:
+    """Return the outcomes of each kernel on a device, of all or at most so many ways.
+
+    Programs are compiled in threads, while others run.
+    """
+    with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2)) as pool:
+        every = [_Programs(kernel, device, pool, most) for kernel in kernels]
+        return [every.pop(0).check() for _ in kernels]
 
 
 def judge(outcomes: Sequence[Outcome]) -> list[Finding]:
@@ -170,13 +193,13 @@ def judge(outcomes: Sequence[Outcome]) -> list[Finding]:
             others = [f"{o.way} is right" for o in here if o.right]
             said = [str(o) + ("" if o.way == KERNEL else f" ({o.way})") for o in wrong]
             remedy = RAISED if any(o.raised for o in wrong) else WRONG
-            found.append(Finding(named, "failed", f"{named}: {'; '.join([*said, *others])}", remedy))
+            found.append(Finding(named, FAILED, f"{named}: {'; '.join([*said, *others])}", remedy))
     if found or not outcomes:
         return found
     name = outcomes[0].kernel
     worst = max(outcomes, key=lambda o: max((o.errors[n] / max(o.limits[n], 1e-9) for n in o.errors), default=0))
     error, most = _percent(worst.errors[worst.worst]), _percent(worst.limits[worst.worst])
-    return [Finding(name, "ok", f"{name}: right on {len(loads)} loads, within {error} (at most {most})")]
+    return [Finding(name, OK, f"{name}: right on {len(loads)} loads, within {error} (at most {most})")]
 
 
 def all_kernels() -> list[Kernel]:
@@ -190,10 +213,16 @@ def all_kernels() -> list[Kernel]:
     ]
 
 
-def kernels(*, only: Sequence[str] = ("*",)) -> tuple[list[Finding], dict[str, Any]]:
+def run(given: Given) -> Result:
+    """Return what `first` asks for."""
+    del given
+    return tried()
+
+
+def tried(*, only: Sequence[str] = ("*",)) -> Result:
     """Return findings, failed ones first, and figures of every kernel and of what XLA itself must compute.
 
-    Every process checks its first device, and on its others one cheap kernel. About a minute on a TPU.
+    Every process checks its first device, and on its others one cheap kernel.
 
     Args:
       only: patterns of names of kernels and checks, as of a shell.
@@ -202,12 +231,12 @@ def kernels(*, only: Sequence[str] = ("*",)) -> tuple[list[Finding], dict[str, A
     def chosen(name: str) -> bool:
         return any(fnmatch.fnmatch(name, pattern) for pattern in only)
 
-    begun, findings, outcomes = time.perf_counter(), [], []
+    begun = time.perf_counter()
     first, *others = jax.local_devices()
-    for kernel in filter(lambda kernel: chosen(kernel.name), all_kernels()):
-        own = check(kernel, device=first)
-        outcomes += own
-        findings += judge(own)
+    every = [kernel for kernel in all_kernels() if chosen(kernel.name)]
+    outcomes = check(every, first)
+    findings = [finding for own in outcomes for finding in judge(own)]
+    for kernel in every:
         if kernel.name == EVERYWHERE:
             findings += _elsewhere(kernel, others)
     checks: dict[str, Callable[[], Finding]] = device_operations.CHECKS
@@ -215,20 +244,21 @@ def kernels(*, only: Sequence[str] = ("*",)) -> tuple[list[Finding], dict[str, A
     figures = {
         "device": first.device_kind,
         "seconds": time.perf_counter() - begun,
-        "outcomes": [dataclasses.asdict(outcome) for outcome in outcomes],
+        "outcomes": [dataclasses.asdict(outcome) for own in outcomes for outcome in own],
     }
-    return sorted(findings, key=lambda f: ("failed", "warning", "ok").index(f.state)), figures
+    return sorted(findings, key=lambda f: (FAILED, WARNING, OK).index(f.state)), figures
 
 
 def _elsewhere(kernel: Kernel, devices: Sequence[Any]) -> list[Finding]:
     """Try a kernel's first load on further devices."""
     found = []
     for device in devices:
-        one = kernel._replace(name=f"{kernel.name} on device {device.id}", loads=dict([next(iter(kernel.loads.items()))]))
-        found += [f for f in judge(check(one, device=device)) if f.state != "ok"]
+        load, draws = next(iter(kernel.loads.items()))
+        one = kernel._replace(name=f"{kernel.name} on device {device.id}", loads={load: draws})
+        found += [f for own in check([one], device, most=1) for f in judge(own) if f.state != OK]
     if devices and not found:
         name = f"{kernel.name} on other devices"
-        found = [Finding(name, "ok", f"{name}: right on {len(devices)}")]
+        found = [Finding(name, OK, f"{name}: right on {len(devices)}")]
     return found
 
 
@@ -236,7 +266,7 @@ def _caught(name: str, one: Callable[[], Finding]) -> Finding:
     try:
         return one()
     except Exception as error:
-        return Finding(name, "failed", f"{name}: {_first_line(error)}", RAISED)
+        return Finding(name, FAILED, f"{name}: {_first_line(error)}", RAISED)
 
 
 def _first_line(error: Exception) -> str:

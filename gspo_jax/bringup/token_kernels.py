@@ -214,7 +214,7 @@ def _delta(size: Sizes) -> Kernel:
         grads = zip(names, (*d_qk, d_v, d_g.swapaxes(1, 2), d_beta.swapaxes(1, 2)), strict=True)
         return {"output": Exact(out, once)} | {f"gradient of {name}": Exact(x, once) for name, x in grads}
 
-    return Kernel("gated delta rule", run, exact, {load: partial(draw, load) for load in packings(N)})
+    return Kernel("gated delta rule", run, exact, {load: partial(draw, load) for load in packings(N)}, long=True)
 
 
 def _rope(size: Sizes) -> Kernel:
