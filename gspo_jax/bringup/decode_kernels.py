@@ -1,7 +1,7 @@
 """Kernels of a decode step: queries, attention over prompts and pages, output and routes, and experts."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,8 @@ def _heads(size: Sizes) -> Kernel:
         turn = rotation(positions, jnp.asarray(frequencies))
         if platform() == "tpu":
             options: dict[str, Any] = {"layer": jnp.asarray(LAYER), "head_norms": "head", "eps": EPS}
-            return {"heads": heads(x, y, scale, *map(Stacked, matrices), turn, norms, **options)}
+            q, k, v = map(Stacked, matrices)
+            return {"heads": heads(x, y, scale, q, k, v, turn, norms, **options)}
         rows = _norm(x + y, scale[LAYER, 0])
         found = []
         for w, norm in zip(matrices, (*norms, None), strict=True):
@@ -141,7 +142,8 @@ def _attention(size: Sizes) -> Kernel:
             )
             rows = SlotRows.of(responses, ages[:, 0] > 0, P, G)
             options: dict[str, Any] = {"layer": layer, "table": table, "ages": ages, "rows": rows}
-            out = decode_attention(q, *prompt, lengths, *pools, **options)
+            cache: Any = (*prompt, lengths, *pools)
+            out = decode_attention(q, *cache, **options)
         return {"output": out[:, 0], "keys": pools[0], "values": pools[1]}
 
     def exact(found: Any, q: Any, new: Any, prompt: Any, pools: Any, table: Any, lengths: Any, ages: Any) -> Any:
@@ -179,7 +181,7 @@ def _output(size: Sizes) -> Kernel:
         attended = x(B, H, h).astype(np.float32)
         active = (x.rng.random((B, 1)) < {"random": 0.8, "empty": 0, "full": 1}[load]).astype(np.float32)
         attended[active[:, 0] == 0] = np.nan
-        log = RouteLog(np.full((LAYERS, B, K), MARK, np.int32), np.full((LAYERS, B, K), MARK, np.float32))  # pyright: ignore[reportArgumentType]
+        log = cast(Any, RouteLog)(*(np.full((LAYERS, B, K), MARK, dtype) for dtype in (np.int32, np.float32)))
         router = x.positive(LAYERS, 1, D), _order_one(x, LAYERS, D, E)
         return attended, x(B, D), x(B, D), active, _order_one(x, LAYERS, H * h, D), router, log
 
@@ -187,8 +189,9 @@ def _output(size: Sizes) -> Kernel:
         scale, weights = router
         if platform() == "tpu":
             choice = Router(scale, Stacked(weights), K, renormalise=True)
-            given = attended, x, y, active, Stacked(o), choice, log
-            stream, packed, log = output_and_routes(*given, layer=jnp.asarray(LAYER), eps=EPS)
+            given: Any = attended, x, y, active, Stacked(o), choice, log
+            made: Any = output_and_routes(*given, layer=jnp.asarray(LAYER), eps=EPS)
+            stream, packed, log = made
         else:
             out = jnp.where(active > 0, attended.reshape(B, -1).astype(x.dtype) @ o[LAYER], 0)
             stream = x + y + out

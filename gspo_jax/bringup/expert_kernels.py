@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -127,7 +127,7 @@ def _grouped_int8(size: Sizes) -> Kernel:
 
     def draw(load: str) -> tuple[Any, ...]:
         x = Draw(f"int8 {load}", size.dtype)
-        weights = Scaled(x.int8(E, D, F), x.positive(E, F) / 64)
+        weights = cast(Any, Scaled)(x.int8(E, D, F), x.positive(E, F) / 64)
         return x(N, D), weights, group_sizes(load, N, E), x(N, F)
 
     def run(rows: Any, weights: Any, sizes: Any, grads: Any) -> dict[str, jax.Array]:
@@ -173,7 +173,8 @@ def _adapted(size: Sizes) -> Kernel:
 
     def draw(load: str) -> tuple[Any, ...]:
         x = Draw(f"adapted {load}", size.dtype)
-        return x(N, D), x(E, D, F), LowRank(x(E, D, RANK), x(E, RANK, F), s), group_sizes(load, N, E), x(N, F)
+        low = cast(Any, LowRank)(x(E, D, RANK), x(E, RANK, F), s)
+        return x(N, D), x(E, D, F), low, group_sizes(load, N, E), x(N, F)
 
     def run(rows: Any, weights: Any, low: Any, sizes: Any, grads: Any) -> dict[str, jax.Array]:
         out, back = jax.vjp(lambda rows, low: adapted_matmuls(rows, (weights,), (low,), sizes)[0], rows, low)

@@ -2,7 +2,7 @@
 
 import functools
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ def spans_of(tokens: int, rows: list[list[tuple[int, list[int]]]]) -> Spans:
             for length in responses:
                 here, at = slice(at, at + length), at + length
                 starts[b, here], ends[b, here], own[b, here] = first, first + prompt, here.start
-    return Spans(starts, ends, own)  # pyright: ignore[reportArgumentType]
+    return cast(Any, Spans)(starts, ends, own)
 
 
 def _valid(spans: Any) -> np.ndarray:
@@ -86,7 +86,7 @@ def _attention(size: Sizes) -> Kernel:
         return q, k, v, np.where(_valid(spans)[..., None, None], grads, 0).astype(grads.dtype), spans
 
     def run(q: Any, k: Any, v: Any, grads: Any, spans: Any) -> dict[str, jax.Array]:
-        out, back = jax.vjp(lambda *x: packed_attention(*x, spans), q, k, v)
+        out, back = jax.vjp(lambda q, k, v: packed_attention(q, k, v, spans), q, k, v)
         d_q, d_k, d_v = back(grads)
         return {"output": out, "gradient of q": d_q, "gradient of k": d_k, "gradient of v": d_v}
 
@@ -192,7 +192,7 @@ def _delta(size: Sizes) -> Kernel:
         return q, k, v, g.astype(np.float32), beta.astype(np.float32), grads, spans
 
     def run(q: Any, k: Any, v: Any, g: Any, beta: Any, grads: Any, spans: Any) -> dict[str, jax.Array]:
-        out, back = jax.vjp(lambda *x: delta_rule(*x, spans)[0], q, k, v, g, beta)
+        out, back = jax.vjp(lambda q, k, v, g, beta: delta_rule(q, k, v, g, beta, spans)[0], q, k, v, g, beta)
         *wide_ones, d_g, d_beta = back(grads)
         grads = *wide_ones, d_g.mT, d_beta.mT
         return {"output": out} | {f"gradient of {n}": d for n, d in zip(names, grads, strict=True)}
@@ -200,8 +200,8 @@ def _delta(size: Sizes) -> Kernel:
     def exact(found: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, grads: Any, spans: Any) -> dict[str, Exact]:
         lengths = [np.sqrt((wide(x) ** 2).sum(axis=-1, keepdims=True) + EPS) for x in (q, k)]
         units = [wide(x) / length for x, length in zip((q, k), lengths, strict=True)]
-        of_values = [np.repeat(x, heads, axis=2) for x in (units[0] / np.sqrt(d), units[1])]
-        rule = _Recurrence(*of_values, wide(v), wide(g), wide(beta))
+        queries, keys = (np.repeat(x, heads, axis=2) for x in (units[0] / np.sqrt(d), units[1]))
+        rule = _Recurrence(queries, keys, wide(v), wide(g), wide(beta))
         rows = [rule.row(b, spans, wide(grads)) for b in range(ROWS)]
         out, d_q, d_k, d_v, d_g, d_beta = (np.stack(x) for x in zip(*rows, strict=True))
         d_q, d_k = (x.sum(axis=2, keepdims=True) for x in (d_q, d_k))
@@ -225,7 +225,7 @@ def _rope(size: Sizes) -> Kernel:
         x = Draw(f"rope {load}", dtype)
         positions = x.rng.integers(0, 40_000 if load == "skewed" else N, (B, N))
         angle = positions[:, None, :, None] * 1e6 ** (-np.arange(h // 2) / (h // 2))
-        rotation = Rotation(np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32))  # pyright: ignore[reportArgumentType]
+        rotation = cast(Any, Rotation)(np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32))
         heads = x(B, N, H * h, scale=2.0**-7 if load == "skewed" else 1)
         return (heads * (load != "empty")).astype(heads.dtype), rotation, x.positive(h), x(B, N, H * h)
 
@@ -282,7 +282,7 @@ def _logprobs(size: Sizes, *, trained: bool) -> Kernel:
         targets = np.where(np.arange(N).reshape(shape) % 3 == 0, ids[..., 0], x.rng.integers(columns, size=shape))
         targets[0, 0], targets[0, 1], ids[0, 1, 0] = 0, columns - 1, columns - 1
         whole = np.arange(N).reshape(shape) % 3 == 0
-        kept = KeptIds(ids.astype(np.int32), whole)  # pyright: ignore[reportArgumentType]
+        kept = cast(Any, KeptIds)(ids.astype(np.int32), whole)
         cotangents = x.positive(*shape), x.positive(*shape) - 1, np.where(ids >= 0, x.positive(*shape, K) - 1, 0)
         return hidden, head(), targets.astype(np.int32), kept, *(c.astype(np.float32) for c in cotangents)
 
@@ -294,8 +294,9 @@ def _logprobs(size: Sizes, *, trained: bool) -> Kernel:
             out, back = jax.vjp(apply, hidden, head)
         else:
             out, back = jax.vjp(lambda hidden: apply(hidden, head), hidden)
-        grads = dict(zip(("gradient of hidden states", "gradient of the head"), back(cotangents), strict=False))
-        return dict(zip(("log-probs", "entropies", "kept ids' log-probs"), out, strict=True)) | grads
+        outputs = "log-probs", "entropies", "kept ids' log-probs"
+        grads = "gradient of hidden states", *["gradient of the head"] * trained
+        return dict(zip((*outputs, *grads), (*out, *back(cotangents)), strict=True))
 
     def exact(found: Any, hidden: Any, head: Any, targets: Any, kept: Any, *cotangents: Any) -> dict[str, Exact]:
         h, y, ids = wide(hidden).reshape(N, D), targets.reshape(N), kept.ids.reshape(N, K)
@@ -314,7 +315,7 @@ def _logprobs(size: Sizes, *, trained: bool) -> Kernel:
         d[n, y] += of_y[:, 0]
         np.add.at(d, (n[:, None], np.where(used, ids, 0)), np.where(used, of_ids, 0))
         d /= temperature
-        d_h = sum(d[:, part] @ wide(head[:, part]).T for part in parts)
+        d_h = np.sum([d[:, part] @ wide(head[:, part]).T for part in parts], axis=0)
         plain, rounded = limit(jnp.float32, 1), limit(dtype, 2)  # a TPU's product rounds the logits' gradient
         results = {
             "log-probs": Exact((logprobs - mass).reshape(shape), plain),
