@@ -229,7 +229,7 @@ def _output(size: Sizes) -> Kernel:
         }
 
     loads = {load: partial(draw, load) for load in ("random", "empty", "full")}
-    return Kernel("decode: output and routes", run, exact, loads, only_tpu=True, donated=(2, 6))
+    return Kernel("decode: output and routes", run, exact, loads, only_tpu=True, settled=True, donated=(2, 6))
 
 
 def _experts(size: Sizes) -> Kernel:

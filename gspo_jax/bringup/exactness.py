@@ -45,14 +45,16 @@ class Kernel(NamedTuple):
     run: Callable[..., dict[str, jax.Array]]
     """The package's function of device arrays. It may look at `backend.platform()`."""
     exact: Callable[..., dict[str, Exact]]
-    """The formula: (found, *arguments) on the host. It may look at what was found only where a choice hangs on rounding
-    that may fall either way."""
+    """The formula on the host, of what was found and the arguments. It looks at what was found only if `settled`, where
+    a choice hangs on rounding that may fall either way."""
     loads: Mapping[str, Draws]
     """Arguments, as host arrays of the same shapes for all loads."""
     only_tpu: bool = False
     """True for kernels that only a TPU's programs have."""
     long: bool = False
     """True if interpreting it takes too long for a CPU."""
+    settled: bool = False
+    """True if `exact` looks at what was found."""
     donated: tuple[int, ...] = ()
     """Arguments whose buffers the outputs may take."""
 

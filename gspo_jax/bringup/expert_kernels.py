@@ -123,7 +123,7 @@ def grouped(size: Sizes) -> Kernel:
 
 def _grouped_int8(size: Sizes) -> Kernel:
     """As `grouped`, of frozen int8 matrices with scales."""
-    E, D, F, N = size.experts, size.hidden, size.width, size.rows
+    E, D, F, N = size.experts // 2, size.hidden, size.width, size.rows
 
     def draw(load: str) -> tuple[Any, ...]:
         x = Draw(f"int8 {load}", size.dtype)
@@ -137,8 +137,8 @@ def _grouped_int8(size: Sizes) -> Kernel:
     def exact(found: Any, rows: Any, weights: Any, sizes: Any, grads: Any) -> dict[str, Exact]:
         out, d_rows = _undefined(N, F), _undefined(N, D)
         for e, at in _groups(sizes):
-            w = wide(weights.values[e]) * wide(weights.scale[e])
-            out[at], d_rows[at] = wide(rows[at]) @ w, wide(grads[at]) @ w.T
+            values, scale = wide(weights.values[e]), wide(weights.scale[e])
+            out[at], d_rows[at] = wide(rows[at]) @ values * scale, (wide(grads[at]) * scale) @ values.T
         return {
             "product": Exact(out, limit(size.dtype, 3)),  # XLA rounds before it scales
             "gradient of rows": Exact(d_rows, limit(size.dtype, 3)),
