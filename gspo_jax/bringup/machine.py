@@ -1,15 +1,13 @@
 """Stage: what is here. Chips, their memory and places, versions, and what a run needs of the hosts."""
 
-import dataclasses
 from typing import Any
 
 import jax
 
 from gspo_jax import doctor
-from gspo_jax.bringup.stages import FAILED, OK, WARNING, Given, Result
+from gspo_jax.bringup.stages import FAILED, WARNING, Given, Result
 from gspo_jax.config import base
 from gspo_jax.doctor import Finding
-from gspo_jax.parallel import processes
 from gspo_jax.planning.calibration import generation
 from gspo_jax.planning.topology import CHIPS
 
@@ -20,16 +18,8 @@ LEAST_MEMORY = 0.9
 
 
 def run(given: Given) -> Result:
-    """Check all hosts, and list the first one's devices."""
-    here = [dataclasses.asdict(one) for one in doctor.examine(base(), None) if one.check not in LEFT_OUT]
-    told = processes.tell_first(here)
-    findings = []
-    for number, found in enumerate(told):
-        for one in (Finding(**fields) for fields in found):
-            if number == 0:
-                findings.append(one)
-            elif one.state != OK:
-                findings.append(dataclasses.replace(one, found=f"process {number}: {one.found}"))
+    """Check this host, and list its devices."""
+    findings = [one for one in doctor.examine(base(), None) if one.check not in LEFT_OUT]
     facts = [facts_of(device) for device in jax.local_devices()]
     kind = generation(jax.devices()[0])
     if (kinds := {device.device_kind for device in jax.devices()}) - {jax.devices()[0].device_kind}:

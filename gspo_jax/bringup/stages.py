@@ -48,7 +48,7 @@ class Stage(NamedTuple):
     share: float
     """Of the minutes."""
     run: Callable[[Given], Result]
-    """Called in all processes. The first one's result counts."""
+    """Called in all processes. The first one's figures are kept, and all that is not ok in any."""
 
     def limit_s(self, given: Given) -> float:
         """Return the seconds that it may take."""

@@ -6,6 +6,7 @@ GIVEN is a `stages.Given`, STATUS a local file that says which stage runs. With 
 tried again.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -18,7 +19,7 @@ import jax
 
 from gspo_jax import cli, shell
 from gspo_jax.bringup import catalogue, stages
-from gspo_jax.bringup.stages import FAILED, Given, Record, Stage
+from gspo_jax.bringup.stages import FAILED, OK, Given, Record, Stage
 from gspo_jax.config import base
 from gspo_jax.doctor import Finding
 from gspo_jax.limited import quoted
@@ -53,7 +54,19 @@ def run(stage: Stage, given: Given, here: dict[str, Any]) -> Record:
         traceback.print_exc()
         text = f"the stage failed: {type(error).__name__}: {quoted(error)}"
         findings, figures = [Finding(stage.name, FAILED, text, "See log.txt beside this page.")], {}
-    return Record(stage.name, time.monotonic() - begun, findings, figures, here)
+    return Record(stage.name, time.monotonic() - begun, gathered(findings), figures, here)
+
+
+def gathered(findings: list[Finding]) -> list[Finding]:
+    """Return in the first process its own findings, and what others found that is not ok and that it has not."""
+    others = processes.tell_first([dataclasses.asdict(one) for one in findings if one.state != OK])[1:]
+    found = {(one.check, one.found) for one in findings}
+    return findings + [
+        dataclasses.replace(one, found=f"process {number}: {one.found}")
+        for number, told in enumerate(others, start=1)
+        for one in (Finding(**fields) for fields in told)
+        if (one.check, one.found) not in found
+    ]
 
 
 def main(given: Given, status: Path, *, again: bool) -> int:
