@@ -8,6 +8,7 @@ bucket. A resumed run reproduces files lost with a preempted machine.
 import dataclasses
 import errno
 import glob
+import importlib.util
 import itertools
 import os
 import re
@@ -25,7 +26,7 @@ from etils import epath
 from etils.epath import gpath
 from jax.experimental import multihost_utils
 
-from gspo_jax import foreign
+from gspo_jax import foreign, installs
 from gspo_jax.errors import UserError
 from gspo_jax.limited import quoted
 
@@ -277,9 +278,17 @@ def explained(name: str, *, place: str = "the bucket") -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # each library raises its own types
+        if name.startswith(BUCKET):
+            check_client(name)
         raise UserError(
             f"cannot use {name} ({quoted(error)}); check that {place} exists and that this machine may write to it"
         ) from error
+
+
+def check_client(name: str) -> None:
+    """Raise a UserError if the library that reads and writes buckets is missing."""
+    if importlib.util.find_spec("gcsfs") is None:
+        raise UserError(f"{name} needs the package gcsfs, which is not installed; run {installs.of_package('gcsfs')}")
 
 
 def check_writable(folder: AnyPath) -> None:

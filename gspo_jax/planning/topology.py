@@ -16,6 +16,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 from jaxtyping import Int
 
+from gspo_jax import installs
 from gspo_jax.errors import UserError, choices
 from gspo_jax.parallel.mesh import make_mesh
 
@@ -120,7 +121,7 @@ def describe(name: str, *, slices: int = 1) -> list[Any]:
     kind, sides = generation(name), _sides(name)
     known = {**_MEGACORE, **_SINGLE}
     if importlib.util.find_spec("libtpu") is None:
-        raise UserError("libtpu, the TPU compiler, is not installed; install it with pip install 'gspo_jax[tpu]'")
+        raise UserError(f"libtpu, the TPU compiler, is not installed; run {installs.of_extra('tpu')}")
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     hosts = tuple(math.gcd(2, side) for side in sides[:2])  # a host has 2x2 chips; a slice of one chip has fewer
