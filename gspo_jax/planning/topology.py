@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -71,8 +72,14 @@ KINDS = {
 }
 """Generations by jax's device kind."""
 
-CLOUD_KINDS = {"v5litepod": "v5e"}
-"""Generations by Cloud TPU name, if different."""
+CLOUD_KINDS = {
+    "v5litepod": "v5e",
+    "ct4p-hightpu": "v4",
+    "ct5lp-hightpu": "v5e",
+    "ct5p-hightpu": "v5p",
+    "ct6e-standard": "v6e",
+}
+"""Generations by Cloud TPU's names, if different, and by those of GKE's machines."""
 
 _MEGACORE = {"v4": "v4", "v5p": "v5"}
 """libtpu's names of 3D-torus generations, with two cores per device."""
@@ -85,28 +92,45 @@ def generation(name: str) -> str:
     """Return a slice's generation, "v5p" for "v5p:4x4x4".
 
     Raises:
-      UserError: it is unknown, or a Cloud TPU name such as "v5p-8".
+      UserError: it is unknown, or an accelerator type such as "v5p-8".
     """
     known = name.partition(":")[0]
     if known in CHIPS:
         return known
-    kind, _, count = known.partition("-")
-    kind = CLOUD_KINDS.get(kind, kind)
-    cores = 2 if kind in _MEGACORE else 1
-    if kind in CHIPS and count.isdigit() and int(count) and int(count) % cores == 0:
-        raise UserError(_in_chips(known, kind, int(count) // cores, cores=cores))
+    if (found := of_type(known)) is not None:
+        kind, chips = found
+        counted = "TensorCores, 2 to a chip" if known.endswith(f"-{2 * chips}") else "chips"
+        write = of_chips(kind, chips) or f"{kind}:{'x'.join('XYZ'[: _rank(kind)])} with sides whose product is {chips}"
+        raise UserError(
+            f"{known} is {chips} chip{'s' * (chips > 1)} (its number counts {counted}); write the slice as {write}"
+        )
     raise UserError(f"unknown TPU generation {known!r}; {choices(known, CHIPS)}")
 
 
-def _in_chips(name: str, kind: str, chips: int, *, cores: int) -> str:
-    """Explain Cloud TPU's name and how to write the slice here."""
-    rank = 3 if kind in _MEGACORE else 2
-    sides = sorted(2 ** ((chips.bit_length() - 1 + i) // rank) for i in range(rank))  # as equal as Cloud TPU's
-    write = f"{kind}:{'x'.join(map(str, [s for s in sides if s > 1] + [s for s in sides if s == 1]))}"
+def of_type(name: str) -> tuple[str, int] | None:
+    """Return generation and chips of an accelerator type, or None: ("v5e", 8) for "v5e-8" and "v5litepod-8".
+
+    Types of v4 and v5p count TensorCores, two to a chip, others chips, as do GKE's machines, "ct5lp-hightpu-8t".
+    """
+    match = re.fullmatch(r"(?:tpu-)?(\w+|\w+-\w+(?=-\d+t))-(\d+)t?", name.lower())
+    if match is None:
+        return None
+    kind, count = CLOUD_KINDS.get(match[1], match[1]), int(match[2])
+    cores = 2 if match[1] in _MEGACORE else 1
+    return (kind, count // cores) if kind in CHIPS and count and count % cores == 0 else None
+
+
+def of_chips(kind: str, chips: int) -> str | None:
+    """Return the slice of a power of two of chips, "v5p:2x4x4" for 32, with Cloud TPU's sides, else None."""
+    rank = _rank(kind)
+    sides = sorted(2 ** ((chips.bit_length() - 1 + i) // rank) for i in range(rank))  # as equal as can be
     if math.prod(sides) != chips:
-        write = f"{kind}:{'x'.join('XYZ'[:rank])} with sides whose product is {chips}"
-    counted = f"its number counts TensorCores, {cores} to a chip" if cores > 1 else "its number counts chips"
-    return f"{name} is Cloud TPU's name for {chips} chip{'s' * (chips > 1)} ({counted}); write the slice as {write}"
+        return None
+    return f"{kind}:{'x'.join(map(str, [s for s in sides if s > 1] + [s for s in sides if s == 1]))}"
+
+
+def _rank(kind: str) -> int:
+    return 3 if kind in _MEGACORE else 2
 
 
 def describe(name: str, *, slices: int = 1) -> list[Any]:
@@ -152,7 +176,7 @@ def _sides(name: str) -> tuple[int, int, int]:
       UserError: the topology is malformed.
     """
     kind, sides = generation(name), name.partition(":")[2].split("x")
-    rank = 3 if kind in _MEGACORE else 2
+    rank = _rank(kind)
     if len(sides) != rank or not all(side.isdigit() and int(side) for side in sides):
         raise UserError(f"topology {name!r} does not have {rank} positive sides; write it as {kind}:{_example(kind)}")
     x, y, z = (int(side) for side in [*sides, "1"][:3])
