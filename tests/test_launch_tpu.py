@@ -4,6 +4,7 @@ A stub stands in for gcloud; nothing here reaches a network.
 """
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -13,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from gspo_jax import exits
+from gspo_jax import cli, exits
 from gspo_jax.planning import topology
+from gspo_jax.planning.elsewhere import check_for
 from tests.test_launch import ROOT, _bash, _script, copy  # noqa: F401  copy is a fixture
 
 TOOLS = ("chmod", "date", "git", "grep", "head", "kill", "nohup", "sed", "setsid", "sleep", "sort", "touch", "uname")
@@ -163,6 +165,26 @@ def test_a_dry_run_checks_the_config_for_the_chips_if_the_project_is_installed(r
     assert (root / "calls").read_text() == f"-m gspo_jax.train {' '.join(RUN)} --check_for={where}\n"
     refused = _bash(root, f'bash launch/{script} "$@"', *flags, *RUN, "--dry-run", CODE="2")
     assert (refused.returncode, refused.stdout) == (2, "")
+
+
+def test_commands_of_the_page_run_dry_and_their_configs_are_valid(root):
+    """What `$P` stands for is taken from the page, in order."""
+    place, count = [], 0
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / "tpu.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    for line in "".join(blocks).replace("\\\n", " ").splitlines():
+        if line.startswith("P="):
+            place = shlex.split(line)[0].removeprefix("P=").split()
+        if not (found := re.match(r"bash launch/((?:tpu|gke|sky)\.sh)", line)):
+            continue
+        words = [each for word in shlex.split(line, comments=True)[2:] for each in (place if word == "$P" else [word])]
+        count += bool(
+            dry(root, found[1], words[0], *words[1:]) if found[1] == "tpu.sh" else dry(root, found[1], *words)
+        )
+        if given := [word for word in words if word.startswith("--config")]:
+            slices = next((word.partition("=")[2] for word in words if word.startswith("--slices=")), "1")
+            where = [f"{slices}x{word.partition('=')[2]}" for word in words if word.startswith("--type=")]
+            assert "config is valid" in check_for(cli.read_config(given), *(where or ["0"]), given)
+    assert count >= 15
 
 
 NAMES = {

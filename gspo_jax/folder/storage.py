@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -41,6 +42,8 @@ def _glob(path: gpath.PosixGPath, pattern: str, *, matches: Any = gpath.PosixGPa
 # etils reads the folder's own name as part of the pattern: Orbax could not read back what it saves below `[`. TFDS and
 # jax's compilation cache list files this way too.
 gpath.PosixGPath.glob = _glob
+
+getLogger("gcsfs").addFilter(lambda record: not record.exc_info)  # errors that it also raises
 
 BUCKET = "gs://"
 CHECKPOINTS = "checkpoints"
@@ -330,7 +333,7 @@ def nearest(path: Path) -> Path:
 
 
 def _names(folder: epath.Path) -> Iterator[str]:
-    for path in folder.iterdir() if folder.is_dir() else ():  # a bucket has no empty folders
+    for path in folder.iterdir() if folder.exists() else ():  # a bucket has no empty folders; is_dir hides its errors
         # Other processes delete their probes at any time.
         if path.name in (CHECKPOINTS, PROFILE, LEASE) or path.name.startswith(_PROBE):
             continue
