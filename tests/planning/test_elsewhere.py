@@ -12,6 +12,7 @@ from gspo_jax.planning import elsewhere, topology
 
 HOST = ["--config=configs/one_host.py:partial", "--config.seed=3"]
 TWELVE = ["--config=tiny", "--config.mesh.data=6", "--config.mesh.fsdp=1", "--config.data.prompts_per_batch=24"]
+TWELVE += ["--config.coldstart.batch=24"]
 POD = ["--config=configs/qwen3_30b_a3b.py:128", "--config.mesh.data=2"]
 
 
