@@ -5,9 +5,9 @@
 #     [--restarts=N] [--dry-run]
 #
 # The committed tree is packed into a container based on IMAGE (default python:3.12), which at start-up installs it, and copies each
-# FOLDER to ../fetched/NAME of the run. A workload that is preempted or fails is restarted, at most N times (default 50), and resumes from its newest checkpoint, unless it fails for
-# good: wrong input, or diverged. Manage it with xpk workload list and xpk workload delete. --dry-run prints the commands, and
-# runs nothing but a check of the config on this machine.
+# FOLDER to ../fetched/NAME of the run. A workload that is preempted or fails is restarted, at most N times (default 50), and resumes
+# from its newest checkpoint, unless it fails for good: wrong input, or diverged. Manage it with xpk workload list and xpk workload
+# delete. --dry-run prints the commands, and runs nothing but a check of the config on this machine.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/cloud.sh
