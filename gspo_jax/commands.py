@@ -78,7 +78,11 @@ COMMANDS: dict[str, Command] = {
             ),
             Flag("start_over", "begin again if the run's checkpoints are gone or damaged", bool, False),
             Flag("profile", "trace these iterations, such as 3 or 3:5, into the run folder", metavar="START:STOP"),
-            Flag("check_for", "only check the config, for so many devices; 0: for any number", int, metavar="N", low=0),
+            Flag(
+                "check_for",
+                "only check the config, for so many devices, 0: any, or a slice: v5e-8, 2xv5p-128",
+                metavar="N",
+            ),
             _JSON._replace(help="also write first and last evaluation, and counts of compiled programs, to this file"),
         ),
         "required",

@@ -93,7 +93,8 @@ def _function(value: str, function: str) -> Callable[[], Any] | None:
         raise UserError(f"config {value!r} is not a .py file; give one, such as configs/tiny.py")
     if not path.is_file():
         beside = [str(p) for p in path.parent.glob("*.py") if p.is_file()] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(str(path), [*beside, *own_configs()], n=1)
+        ours = own_configs()
+        near = [path.stem] if path.stem in ours else difflib.get_close_matches(str(path), [*beside, *ours], n=1)
         raise UserError(f"config {value!r} not found; " + (f"did you mean {near[0]}?" if near else "give a .py file"))
 
     def call() -> Any:

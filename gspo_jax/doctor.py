@@ -24,10 +24,9 @@ import jax
 import psutil
 from absl import flags
 from ml_collections import ConfigDict
-from packaging.requirements import Requirement
 from rich.console import Console
 
-from gspo_jax import cli
+from gspo_jax import cli, installs
 from gspo_jax.config import base
 from gspo_jax.config_files import last_given
 from gspo_jax.errors import UserError
@@ -104,10 +103,7 @@ def examine(config: ConfigDict, workdir: str | None, *, with_draws: bool = False
 
 def versions() -> list[Finding]:
     """Check Python and package versions against this project's metadata."""
-    bounds: dict[str, Requirement] = {}
-    for text in metadata.requires("gspo_jax") or ():
-        requirement = Requirement(text)
-        bounds.setdefault(requirement.name.lower().replace("_", "-"), requirement)
+    bounds = installs.bounds()
     found = [Finding("python", "ok", platform.python_version())]
     for name in PACKAGES:
         bound = bounds.get(name)
@@ -118,9 +114,9 @@ def versions() -> list[Finding]:
         if version is None and name == "libtpu":
             found.append(Finding(name, "ok", "not installed"))  # only needed with TPU chips, which `devices` checks
         elif version is None:
-            found.append(Finding(name, "failed", "not installed", "Install it: pip install gspo_jax."))
+            found.append(Finding(name, "failed", "not installed", f"Install it: {installs.of_package(name)}."))
         elif bound is not None and not bound.specifier.contains(version, prereleases=True):
-            remedy = f"Install a supported version: pip install '{bound.name}{bound.specifier}'."
+            remedy = f"Install a supported version: {installs.of_package(name)}."
             found.append(Finding(name, "failed", f"{version}, not {bound.specifier}", remedy))
         else:
             found.append(Finding(name, "ok", version))
@@ -148,7 +144,7 @@ def devices() -> Finding:
     size = f", {memory / GIB:.1f} GiB each" if memory else ""
     found = f"{jax.device_count()} × {here[0].device_kind}{size}"
     if here[0].platform == "cpu" and on_tpu_vm():
-        remedy = "This machine has TPU chips: pip install 'gspo_jax[tpu]', and unset JAX_PLATFORMS."
+        remedy = f"This machine has TPU chips: {installs.of_extra('tpu')}, and unset JAX_PLATFORMS."
         return Finding("devices", "failed", found, remedy)
     return Finding("devices", "ok", found)
 
@@ -191,7 +187,7 @@ def gpus() -> list[Finding]:
 
 def _cuda_remedy() -> str:
     """Return steps to let jax use a GPU, if any are missing."""
-    steps = [] if any(map(importlib.util.find_spec, CUDA_PLUGINS)) else ["pip install 'gspo_jax[cuda]'"]
+    steps = [] if any(map(importlib.util.find_spec, CUDA_PLUGINS)) else [installs.of_extra("cuda")]
     asked = jax.config.jax_platforms or ""
     if asked and "cuda" not in asked and "gpu" not in asked:
         steps.append("unset JAX_PLATFORMS")
@@ -243,7 +239,7 @@ def bubblewrap() -> Finding:
     program = shutil.which("bwrap")
     needed = "Only rewards that run code need it: "
     if program is None:
-        return Finding("bubblewrap", "warning", "not installed", needed + "sudo apt-get install bubblewrap.")
+        return Finding("bubblewrap", "warning", "not installed", f"{needed}{installs.of_system('bubblewrap')}.")
     command = [program, "--ro-bind", "/", "/", "--unshare-all", "true"]
     tried = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
     if tried.returncode:
@@ -320,9 +316,15 @@ def _same_place(theirs: str, ours: str, cwd: str) -> bool:
 
 def _writable(check: str, place: str) -> Finding:
     try:
-        storage.check_writable(storage.find(place))
+        folder = storage.find(place)
     except UserError as error:
         return Finding(check, "failed", str(error), "Give another folder.")
+    try:
+        if place.startswith(storage.BUCKET):
+            storage.check_client(place)
+        storage.check_writable(folder)
+    except UserError as error:
+        return Finding(check, "failed", str(error), "Do as the message says.")
     except Exception as error:  # storage, transport and credentials each raise their own types
         remedy = "Check that it exists and that this machine's account may read and write it."
         return Finding(check, "failed", f"{place}: {type(error).__name__}: {error}", remedy)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from gspo_jax import installs
 from gspo_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
-        raise UserError(f"{error}: pictures need matplotlib; run pip install 'gspo_jax[report]'") from None
+        raise UserError(f"{error}: pictures need matplotlib; run {installs.of_extra('report')}") from None
 
 
 def mix(color: str, other: str, share: float) -> str:

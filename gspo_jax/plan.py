@@ -33,13 +33,21 @@ from gspo_jax.lengths import Lengths
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import compilation, processes
 from gspo_jax.planning import costs as costs_lib
-from gspo_jax.planning import cycles, executed, iteration, jaxpr, memory, programs, topology
+from gspo_jax.planning import cycles, executed, iteration, jaxpr, memory, programs, topology, verdict
 from gspo_jax.planning import rates as rates_lib
 from gspo_jax.planning.ahead import Compiled, compile_ahead
 from gspo_jax.planning.figures import figures, warnings
 from gspo_jax.planning.loads import SKEW
 from gspo_jax.planning.setting import Setting
-from gspo_jax.planning.show import show_cycles, show_header, show_iteration, show_program, show_try
+from gspo_jax.planning.show import (
+    show_cycles,
+    show_fit,
+    show_header,
+    show_iteration,
+    show_program,
+    show_try,
+    show_verdict,
+)
 from gspo_jax.planning.timeline import draw
 from gspo_jax.planning.topology import CHIPS
 from gspo_jax.planning.tune import Search
@@ -246,7 +254,9 @@ def plan(
     accepted: float | None = None,
     figure: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the facts of all programs, and print each to a given console when done.
+    """Return the facts of all programs, and print them to a given console.
+
+    First a line for each program once it is compiled and a verdict, as early as it is known, then what they cost.
 
     `with_cycles` also prints the compiler's estimates. `lengths`, a distribution, adds the facts of an iteration, drawn
     to the file `figure`. With drafts a slot samples `accepted` tokens in a step.
@@ -273,9 +283,17 @@ def plan(
         planned = plan_programs(wanted, setting, pool=pool, key=key, cache=cache, dump=dump)
         for one, found in planned:
             facts["programs"][one] = found
-            show_program(console, one, found)
-            if with_cycles and found["fits"]:
-                show_cycles(console, found)
+            show_fit(console, one, found)
+            if not found["fits"] and "verdict" not in facts:
+                facts["verdict"] = verdict.misfit(one, found, setting, name)
+                show_verdict(console, facts["verdict"])
+    if "verdict" not in facts:
+        facts["verdict"] = verdict.fits(facts["programs"])
+        show_verdict(console, facts["verdict"])
+    for one, found in facts["programs"].items():
+        show_program(console, one, found)
+        if with_cycles and found["fits"]:
+            show_cycles(console, found)
     if drawn_from is not None:
         run = iteration.make_run(facts["programs"], setting, tokens_per_step=accepted or 1.0)
         found = iteration.simulate(run, drawn_from)

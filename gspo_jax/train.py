@@ -17,13 +17,14 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from gspo_jax import cli
+from gspo_jax.config_files import config_words
 from gspo_jax.errors import StopRequested
 from gspo_jax.iteration import iterate
 from gspo_jax.parallel.compilation import CompileCounter
+from gspo_jax.planning.elsewhere import check_for
 from gspo_jax.profiling.phases import Span, read_span
 from gspo_jax.run.opening import open_run
 from gspo_jax.secrets import redacted
-from gspo_jax.setup.checks import check_elsewhere
 
 
 def train(
@@ -64,8 +65,7 @@ def train(
 def main(config: ConfigDict) -> None:
     """Run the command."""
     if flags.FLAGS.check_for is not None:
-        left = check_elsewhere(config, devices=flags.FLAGS.check_for)
-        print("the config is valid" + (f"; not checked here: {', '.join(left)}" if left else ""))
+        print(check_for(config, flags.FLAGS.check_for, config_words(sys.argv[1:])))
         return
     compiled, command = CompileCounter(), redacted(shlex.join(["python", "-m", "gspo_jax.train", *sys.argv[1:]]))
     with suppress(StopRequested):

@@ -14,6 +14,7 @@ slices=1
 spot=''
 workdir=''
 train=() # flags for gspo_jax.train
+fetch=() # folders in buckets that every machine copies before the run
 
 # read_flag FLAG: reads a flag that these scripts share; fails if it is not one of them.
 read_flag() {
@@ -24,6 +25,7 @@ read_flag() {
     --type=?*) type=${1#*=} ;;
     --slices=?*) slices=${1#*=} ;;
     --spot) spot=yes ;;
+    --fetch=gs://?*/?*) fetch+=("${1#*=}") ;;
     --dry-run) dry=yes ;;
     --workdir=?*) workdir=${1#*=} && train+=("$1") ;;
     --config=?* | --config.*=*) train+=("$1") ;;
@@ -51,16 +53,6 @@ check_place() {
   require_form --zone "$zone" '[a-z]+-[a-z]+[0-9]+-[a-z]' "give the zone of your quota, such as --zone=us-east5-a"
 }
 
-# devices: prints the number of devices that jax will see on all slices; 0 if --type is not given.
-devices() {
-  local count=${type##*-}
-  case $type in
-    '') count=0 ;;
-    v4-* | v5p-*) count=$((count / 2)) ;; # chips, whose two TensorCores are one device; on tpu7x they are two
-  esac
-  echo $((count * slices))
-}
-
 # check_config: with --dry-run, checks the trainer's flags and config as far as this machine can, if the project is installed here.
 check_config() {
   if [ -z "$dry" ]; then return; fi
@@ -68,7 +60,9 @@ check_config() {
     echo "note: the config is not checked, as .venv is missing here; bash launch/local.sh makes it" >&2
     return
   fi
-  JAX_PLATFORMS=cpu .venv/bin/python -m gspo_jax.train "${train[@]}" --check_for="$(devices)" >&2 || exit
+  local where=${type:-0}
+  if [ "$slices" -gt 1 ]; then where=${slices}x$where; fi
+  JAX_PLATFORMS=cpu .venv/bin/python -m gspo_jax.train "${train[@]}" --check_for="$where" >&2 || exit
 }
 
 # Of a slice as `plan --topology` names it, prints the accelerator type, which counts TensorCores on v4, v5p and tpu7x, else chips.
@@ -87,11 +81,22 @@ without_tpu7x() {
   case $type in tpu7x-*) refuse "--type=$type cannot be requested by $1; make a GKE cluster with xpk cluster create --tpu-type=$type and use launch/gke.sh" ;; esac
 }
 
+# check_type: checks --type, and gives it the name that Cloud TPU's API, xpk and SkyPilot know: v5litepod-8 for v5e-8, and for GKE's
+# machine ct5lp-hightpu-8t.
 check_type() {
+  if [[ $type =~ ^(v5e|ct5lp-hightpu|ct6e-standard|ct5p-hightpu|ct4p-hightpu|tpu7x-standard)-([1-9][0-9]*)t?$ ]]; then
+    case ${BASH_REMATCH[1]} in
+      v5e | ct5lp-*) type=v5litepod-${BASH_REMATCH[2]} ;;
+      ct6e-*) type=v6e-${BASH_REMATCH[2]} ;;
+      ct5p-*) type=v5p-$((2 * BASH_REMATCH[2])) ;; # chips, whose TensorCores count
+      ct4p-*) type=v4-$((2 * BASH_REMATCH[2])) ;;
+      tpu7x-*) type=tpu7x-$((2 * BASH_REMATCH[2])) ;;
+    esac
+  fi
   if [[ $type =~ ^(v4|v5e|v5p|v6e|tpu7x):[1-9][0-9]{0,2}(x[1-9][0-9]{0,2}){1,2}$ ]]; then
     refuse "--type=$type is a topology; give its accelerator type, --type=$(accelerator_type "$type")"
   fi
-  require_form --type "$type" '(v[234]|v5p|v5litepod|v6e|tpu7x)-[1-9][0-9]*' "give an accelerator type, such as --type=v5p-128 or --type=v6e-8"
+  require_form --type "$type" '((v4|v5p|tpu7x)-([1-9][0-9]*)?[02468]|(v5litepod|v6e)-[1-9][0-9]*)' "give an accelerator type, such as --type=v5e-8, or --type=v5p-128, whose 64 chips have two TensorCores each"
   require_form --slices "$slices" '[1-9][0-9]{0,3}' "give a number of slices, such as --slices=2"
 }
 
@@ -105,6 +110,14 @@ check_train() {
 # require_tool TOOL URL: exits with an error if a program is not installed.
 require_tool() {
   if [ -z "$dry" ] && ! command -v "$1" >/dev/null; then refuse "$1 is not installed; see $2"; fi
+}
+
+# require_tree: exits with an error if there is no commit to send.
+require_tree() {
+  require_tool git https://git-scm.com
+  if [ -z "$dry" ] && ! git rev-parse --quiet --verify HEAD >/dev/null 2>&1; then
+    refuse "$PWD has no commit to send; make one with git init && git add --all && git commit --message=start"
+  fi
 }
 
 # archive FILE FORMAT: archives the committed tree, so that the run can be traced to a commit.

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Trains on the TPUs of a GKE cluster, using xpk (https://github.com/AI-Hypercomputer/xpk):
-#   bash launch/gke.sh --project=PROJECT --zone=ZONE --cluster=CLUSTER --name=NAME --type=v5p-128 [--slices=N]
-#     --config=FILE[:arg] --workdir=gs://BUCKET/RUN [--config.a.b=value …] [--image=IMAGE] [--restarts=N] [--dry-run]
+#   bash launch/gke.sh --project=PROJECT --zone=ZONE --cluster=CLUSTER --name=NAME --type=v5e-8 [--slices=N]
+#     --config=FILE[:arg] --workdir=gs://BUCKET/RUN [--config.a.b=value …] [--fetch=gs://BUCKET/FOLDER …] [--image=IMAGE]
+#     [--restarts=N] [--dry-run]
 #
-# The committed tree is packed into a container based on IMAGE (default python:3.12), which installs it at start-up. A workload that
-# is preempted or fails is restarted, at most N times (default 50), and resumes from its newest checkpoint, unless it fails for
-# good: wrong input, or diverged. Manage it with xpk workload list and xpk workload delete. --dry-run prints the commands, one per
-# line, and runs nothing.
+# The committed tree is packed into a container based on IMAGE (default python:3.12), which at start-up installs it, and copies each
+# FOLDER to ../fetched/NAME of the run. A workload that is preempted or fails is restarted, at most N times (default 50), and resumes
+# from its newest checkpoint, unless it fails for good: wrong input, or diverged. Manage it with xpk workload list and xpk workload
+# delete. --dry-run prints the commands, and runs nothing but a check of the config on this machine.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/cloud.sh
@@ -37,8 +38,15 @@ require_form --restarts "$restarts" '[0-9]{1,4}' "give a number, such as --resta
 check_train
 check_config
 require_tool xpk https://github.com/AI-Hypercomputer/xpk
+require_tree
 
-printf -v words '%q ' "${train[@]}"
+command="python -m pip install --quiet -c launch/constraints.txt -e '.[tpu]'"
+if [ ${#fetch[@]} -gt 0 ]; then
+  join "${fetch[@]%/}"
+  command+=" && bash launch/worker.sh fetch $joined"
+fi
+join "${train[@]}"
+command+=" && exec bash launch/pod_job.sh python -m gspo_jax.train $joined"
 archive "$TREE.tar" tar
 run rm -rf "$TREE"
 run mkdir "$TREE"
@@ -47,4 +55,4 @@ run xpk workload create --workload="$name" --cluster="$cluster" --project="$proj
   --tpu-type="$type" --num-slices="$slices" --max-restarts="$restarts" --restart-on-exit-codes="$RESTART_ON" \
   --termination-grace-period-seconds="$(stop_seconds "${train[@]}")" \
   --base-docker-image="$image" --script-dir="$TREE" \
-  --command="python -m pip install --quiet -c launch/constraints.txt -e '.[tpu]' && exec bash launch/pod_job.sh python -m gspo_jax.train ${words% }"
+  --command="$command"

@@ -30,7 +30,7 @@ plan() {
   run .venv/bin/python -m gspo_jax.plan --config="configs/$config" --topology="$topology" "$@" --json="$runs/$name.json"
 }
 
-if [ -z "$dry" ]; then ensure_venv slow; fi # includes the TPU's compiler
+if [ -z "$dry" ]; then ensure_venv tpu; fi
 run mkdir -p "$runs"
 recipes=()
 while read -r name config topology; do

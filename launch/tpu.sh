@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Trains on Cloud TPU VMs: bash launch/tpu.sh COMMAND --project=PROJECT --zone=ZONE --name=NAME [--dry-run] …
 #
-#   create    --type=v5p-128 [--slices=N] [--spot | --reserved] [--runtime=VERSION] [--gcloud=FLAG …]   requests the TPUs
+#   create    --type=v5e-8 [--slices=N] [--spot | --reserved | --flex-start=10h] [--runtime=VERSION] [--gcloud=FLAG …]
+#                                                      requests the TPUs
 #   wait      [--poll=SECONDS]                         waits until they are active
 #   push                                               copies the committed tree to all workers
 #   setup     [--fetch=gs://BUCKET/FOLDER …]           installs it there; FOLDER becomes ../fetched/NAME of the run
@@ -17,8 +18,8 @@
 #             run resumes from its newest checkpoint. Gives up after N consecutive attempts (default 5) without a new checkpoint,
 #             and if the run fails for good: wrong input, or diverged
 #
-# --dry-run prints the commands, one per line, and runs nothing but a check of the config on this machine. docs/tpu.md is the full
-# guide. Several slices form one run: a queued resource passes the MEGASCALE_ variables to its VMs as metadata
+# --dry-run prints the commands, as they can be pasted, and runs nothing but a check of the config on this machine, by its fields and
+# mesh; gspo-jax plan tells whether it fits. docs/tpu.md is the full guide. Several slices form one run: a queued resource passes the MEGASCALE_ variables to its VMs as metadata
 # (https://cloud.google.com/tpu/docs/multislice-introduction), where jax finds them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -28,9 +29,10 @@ source launch/cloud.sh
 COMMANDS='create wait push setup run status logs exec stop delete babysit'
 SOURCE=build/gspo_jax.tar.gz
 reserved=''
+flex=''  # longest duration of TPUs by flex-start
+track=() # alpha, where gcloud has the command there alone
 runtime=''
 gcloud_flags=()
-fetch=()
 environment=() # environment variables of the run, NAME=VALUE
 poll=60
 tries=5
@@ -44,7 +46,7 @@ read_flags() {
       --reserved) reserved=yes ;;
       --runtime=?*) runtime=${1#*=} ;;
       --gcloud=--?*) gcloud_flags+=("${1#*=}") ;;
-      --fetch=gs://?*/?*) fetch+=("${1#*=}") ;;
+      --flex-start=?*) flex=${1#*=} ;;
       --env=[A-Z_]*=*) environment+=("${1#*=}") ;;
       --poll=*) poll=${1#*=} ;;
       --tries=*) tries=${1#*=} ;;
@@ -69,13 +71,17 @@ check_flags() {
     create | babysit)
       check_type
       without_tpu7x tpu.sh
-      if [ -n "$spot" ] && [ -n "$reserved" ]; then refuse "--spot and --reserved exclude each other; use one, or neither for on-demand TPUs"; fi
+      case "${spot:+x}${reserved:+x}${flex:+x}" in
+        xx*) refuse "--spot, --reserved and --flex-start exclude each other; use one, or none for on-demand TPUs" ;;
+      esac
+      if [ -n "$flex" ]; then require_form --flex-start "$flex" '[1-9][0-9]*[dhm]' "give the longest duration, such as --flex-start=10h"; fi
       ;;
   esac
   case $1 in
     run | babysit) check_train && check_config ;;
     *) if [ ${#train[@]} -gt 0 ]; then refuse "$1 takes no ${train[0]}; only run and babysit do"; fi ;;
   esac
+  case $1 in push | babysit) require_tree ;; esac
   if [ "$1" = exec ] && [ ${#remote[@]} = 0 ]; then refuse "exec has no command; give one after --, such as -- uptime"; fi
   if [ "$1" != exec ] && [ ${#remote[@]} -gt 0 ]; then refuse "$1 takes no command after --; only exec does"; fi
 }
@@ -84,14 +90,14 @@ check_flags() {
 resources() {
   local command=$1
   shift
-  run gcloud compute tpus queued-resources "$command" "$@" --project="$project" --zone="$zone"
+  run gcloud ${track[@]+"${track[@]}"} compute tpus queued-resources "$command" "$@" --project="$project" --zone="$zone"
 }
 
 # on_all_workers COMMAND WORD …: runs a command on every worker of every slice.
 on_all_workers() {
-  local words
-  printf -v words '%q ' "$@"
-  resources ssh "$name" --node=all --worker=all --command="${words% }"
+  local joined
+  join "$@"
+  resources ssh "$name" --node=all --worker=all --command="$joined"
 }
 
 # Prints the VM image of the TPU generation: https://cloud.google.com/tpu/docs/runtimes
@@ -105,7 +111,7 @@ default_runtime() {
 }
 
 create() {
-  local flags=(--accelerator-type="$type" --runtime-version="${runtime:-$(default_runtime)}")
+  local track=() flags=(--accelerator-type="$type" --runtime-version="${runtime:-$(default_runtime)}")
   if [ "$slices" -gt 1 ]; then
     flags+=(--node-count="$slices" --node-prefix="$name")
   else
@@ -113,6 +119,10 @@ create() {
   fi
   if [ -n "$spot" ]; then flags+=(--spot); fi
   if [ -n "$reserved" ]; then flags+=(--reserved); fi
+  if [ -n "$flex" ]; then
+    track=(alpha)
+    flags+=(--provisioning-model=flex-start --max-run-duration="$flex")
+  fi
   resources create "$name" "${flags[@]}" ${gcloud_flags[@]+"${gcloud_flags[@]}"}
 }
 
@@ -156,7 +166,7 @@ push() {
 }
 
 setup() {
-  on_all_workers bash gspo_jax/launch/worker.sh setup ${fetch[@]+"${fetch[@]}"}
+  on_all_workers bash gspo_jax/launch/worker.sh setup ${fetch[@]+"${fetch[@]%/}"}
 }
 
 start() {
@@ -281,8 +291,8 @@ case $command in
     ;;
   logs) resources ssh "$name" --node="$node" --worker="$worker" --command='tail -n 200 -F run/log' ;;
   exec)
-    printf -v words '%q ' "${remote[@]}"
-    resources ssh "$name" --node=all --worker=all --command="cd gspo_jax && ${words% }"
+    join "${remote[@]}"
+    resources ssh "$name" --node=all --worker=all --command="cd gspo_jax && $joined"
     ;;
   stop) on_all_workers bash gspo_jax/launch/worker.sh stop ;;
   delete) resources delete "$name" --force --quiet ;;

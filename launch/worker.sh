@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs on a TPU VM on behalf of tpu.sh, in the home folder: bash gspo_jax/launch/worker.sh COMMAND …
 #   setup [gs://BUCKET/FOLDER …]    installs the project, and copies each FOLDER to fetched/
+#   fetch gs://BUCKET/FOLDER …      copies only, by gcloud, or without it by the package gcsfs
 #   start ARGUMENT …                starts python ARGUMENT … in gspo_jax/ in the background; output goes to run/log
 #   status                          prints one line: none, running, finished; saved: ended by a SIGTERM from elsewhere, as before a
 #                                   preemption; stopped: ended by stop; failed, or failed for good, with the exit code
@@ -15,7 +16,6 @@ home=$(dirname "$PWD")
 mkdir -p "$home/run"
 
 setup() {
-  local source
   # shellcheck source=launch/venv.sh
   source launch/venv.sh
   PATH=$HOME/.local/bin:$PATH
@@ -27,9 +27,20 @@ setup() {
   if ! command -v bwrap >/dev/null; then # sandbox for rewards that run code
     sudo apt-get install -y -q bubblewrap || echo "note: bubblewrap could not be installed" >&2
   fi
+  fetch "$@"
+}
+
+fetch() {
+  local source target python=.venv/bin/python
+  if [ ! -x "$python" ]; then python=python; fi # of a container
   for source in "$@"; do
-    mkdir -p "$home/fetched/${source##*/}"
-    gcloud storage rsync --recursive "$source" "$home/fetched/${source##*/}"
+    target=$home/fetched/${source##*/}
+    mkdir -p "$target"
+    if command -v gcloud >/dev/null; then
+      gcloud storage rsync --recursive "$source" "$target"
+    else
+      "$python" -c 'import sys, gcsfs; gcsfs.GCSFileSystem().get(sys.argv[1], sys.argv[2], recursive=True)' "$source/" "$target/"
+    fi
   done
 }
 
@@ -107,6 +118,6 @@ end() {
 }
 
 case ${1-} in
-  setup | start | status | stop | end) "$@" ;;
-  *) echo "error: unexpected ${1-nothing}; use setup, start, status, stop or end" >&2 && exit 2 ;;
+  setup | fetch | start | status | stop | end) "$@" ;;
+  *) echo "error: unexpected ${1-nothing}; use setup, fetch, start, status, stop or end" >&2 && exit 2 ;;
 esac

@@ -83,7 +83,7 @@ MISTAKES = {
     f"{TRAIN} --config.cpu_devices=4": "needs 8 devices but there are 4",
     f"{TRAIN} --config.model.dispatch=ragged_all_to_all": "does not compile on cpu, only on tpu; use 'gather'",
     f"coldstart {TINY} --workdir=TMP/run --config.coldstart.steps=0": "is 0, so there is nothing to train",
-    f"{PLAN} --topology=v5p-8": "Cloud TPU's name for 4 chips",
+    f"{PLAN} --topology=v5p-8": "v5p-8 is 4 chips (its number counts TensorCores, 2 to a chip); write",
     f"{PLAN} --topology=v9:2x2": "unknown TPU generation 'v9'; there are v4, v5e, v5p, v6e, tpu7x",
     f"plan {TINY} --topology=v5p:2x2x1": "needs 8 devices but there are 4",
     f"{CUBE} --slices=0": "--slices is '0'; use a positive integer",

@@ -15,7 +15,7 @@ import jax
 import psutil
 import pytest
 
-from gspo_jax import doctor
+from gspo_jax import doctor, installs
 from gspo_jax.config import base
 from gspo_jax.doctor import Finding
 from gspo_jax.rollout.draws import Verdict
@@ -77,7 +77,7 @@ def test_versions_out_of_bounds_and_missing(monkeypatch):
     found = {finding.check: finding for finding in doctor.versions()}
     assert found["jax"].state == found["orbax-checkpoint"].state == found["libtpu"].state == "ok"
     assert found["flax"].state == "failed" and found["flax"].found == "0.13.1, not <0.13,>=0.12.4"
-    assert found["flax"].remedy == "Install a supported version: pip install 'flax<0.13,>=0.12.4'."
+    assert found["flax"].remedy == f"Install a supported version: {installs.of_package('flax')}."
     assert (found["grain"].state, found["grain"].found) == ("failed", "not installed")
 
 
@@ -96,7 +96,7 @@ def test_devices_say_their_memory_and_who_holds_them(monkeypatch):
     assert doctor.devices() == Finding("devices", "ok", "64 × TPU v5p, 95.0 GiB each")
     monkeypatch.setattr(doctor, "on_tpu_vm", lambda: True)
     chip.platform, chip.memory_stats = "cpu", lambda: None
-    assert doctor.devices().state == "failed" and "'gspo_jax[tpu]'" in doctor.devices().remedy
+    assert doctor.devices().state == "failed" and installs.of_extra("tpu") in doctor.devices().remedy
 
     def taken():
         raise RuntimeError("Unable to initialize backend 'tpu': ABORTED\nlong\nstory")
@@ -127,7 +127,7 @@ def test_gpus_that_jax_does_not_use(nvidia_smi, monkeypatch):
     first, second = doctor.gpus()
     assert first.found == "2 × NVIDIA H100 80GB HBM3, 81559 MiB each, driver 550.54.15"
     assert second.found == "1 × Tesla T4, 15360 MiB each, driver 550.54.15"
-    install = "pip install 'gspo_jax[cuda]'"
+    install = installs.of_extra("cuda")
     assert first.state == "warning" and first.remedy == f"jax does not use it: {install} and unset JAX_PLATFORMS."
     monkeypatch.setattr(doctor, "CUDA_PLUGINS", ("jax",))  # as if the plugin were installed
     assert doctor.gpus()[0].remedy == "jax does not use it: unset JAX_PLATFORMS."
@@ -174,7 +174,7 @@ def test_without_the_platform_that_is_asked_for(monkeypatch):
         found = {finding.check: finding for finding in doctor.examine(base(), None)}
     assert found["devices"].state == "failed" and found["devices"].found == "jax has no platform 'cuda'"
     assert found["devices"].remedy == (
-        "To use a GPU, pip install 'gspo_jax[cuda]'; to run without one, set JAX_PLATFORMS=cpu."
+        f"To use a GPU, {installs.of_extra('cuda')}; to run without one, set JAX_PLATFORMS=cpu."
     )
     assert not {"processes", "mesh"} & set(found) and "host" in found
 

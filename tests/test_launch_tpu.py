@@ -4,15 +4,19 @@ A stub stands in for gcloud; nothing here reaches a network.
 """
 
 import os
+import re
 import shlex
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from gspo_jax import exits
+from gspo_jax import cli, exits
+from gspo_jax.planning import topology
+from gspo_jax.planning.elsewhere import check_for
 from tests.test_launch import ROOT, _bash, _script, copy  # noqa: F401  copy is a fixture
 
 TOOLS = ("chmod", "date", "git", "grep", "head", "kill", "nohup", "sed", "setsid", "sleep", "sort", "touch", "uname")
@@ -42,7 +46,15 @@ def dry(root: Path, script: str, *flags: str) -> list[str]:
     done = launch(root, script, *words)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in root.iterdir()) == ["bin", "launch", "pyproject.toml"]
-    return [" ".join(shlex.split(line)) for line in done.stdout.splitlines() if not line.startswith("#")]
+    assert subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=False).returncode == 0
+    long = [line.removesuffix("\\") for line in done.stdout.splitlines() if len(line) > 120 and line[0] != "#"]
+    assert all(len(shlex.split(line)) == 1 for line in long)
+    return [" ".join(shlex.split(line)) for line in lines(done.stdout) if not line.startswith("#")]
+
+
+def lines(printed: str) -> list[str]:
+    """Return the commands that a script prints, each in one line."""
+    return printed.replace(" \\\n   ", "").splitlines()
 
 
 def resources(command: str) -> str:
@@ -89,6 +101,13 @@ ONE_SLICE = resources(CREATE.format("v5p-128", "v2-alpha-tpuv5", "--node-id=gspo
             resources(CREATE.format("v4-8", "tpu-ubuntu2204-base", "--node-id=gspo --network=pod --internal-ips")),
         ),
         (
+            ["--type=v5e-8", "--flex-start=10h"],
+            resources(
+                CREATE.format("v5litepod-8", "v2-alpha-tpuv5-lite", "--node-id=gspo")
+                + " --provisioning-model=flex-start --max-run-duration=10h"
+            ).replace("gcloud", "gcloud alpha"),
+        ),
+        (
             ["--type=v4-8", "--runtime=tpu-ubuntu2404-base"],
             resources(CREATE.format("v4-8", "tpu-ubuntu2404-base", "--node-id=gspo")),
         ),
@@ -128,29 +147,88 @@ def test_the_other_commands(root, command, flags, printed):
 
 
 @pytest.mark.parametrize(
-    ("script", "flags", "devices"),
+    ("script", "flags", "where"),
     [
-        ("tpu.sh", ["babysit", *PLACE, "--type=v5p-128", "--slices=2"], 128),
-        ("tpu.sh", ["babysit", *PLACE, "--type=v5litepod-16"], 16),
-        ("tpu.sh", ["run", *PLACE], 0),
-        ("gke.sh", [*PLACE, "--cluster=pods", "--type=v4-8"], 4),
-        ("gke.sh", [*PLACE, "--cluster=pods", "--type=tpu7x-8"], 8),
-        ("sky.sh", ["--name=a", "--type=v6e-8"], 8),
+        ("tpu.sh", ["babysit", *PLACE, "--type=v5p-128", "--slices=2"], "2xv5p-128"),
+        ("tpu.sh", ["babysit", *PLACE, "--type=v5e-16"], "v5litepod-16"),
+        ("tpu.sh", ["run", *PLACE], "0"),
+        ("gke.sh", [*PLACE, "--cluster=pods", "--type=v4-8"], "v4-8"),
+        ("gke.sh", [*PLACE, "--cluster=pods", "--type=tpu7x-8"], "tpu7x-8"),
+        ("sky.sh", ["--name=a", "--type=v6e-8"], "v6e-8"),
     ],
 )
-def test_a_dry_run_checks_the_config_for_the_chips_if_the_project_is_installed(root, script, flags, devices):
+def test_a_dry_run_checks_the_config_for_the_chips_if_the_project_is_installed(root, script, flags, where):
+    """By --check_for, which knows these names (tests/planning/test_elsewhere.py)."""
     without = launch(root, script, *flags, *RUN, "--dry-run")
     assert without.returncode == 0 and "the config is not checked, as .venv is missing" in without.stderr
     _script(root / ".venv" / "bin" / "python", 'if [ "$1" != -c ]; then echo "$*" >>calls && exit "${CODE:-0}"; fi')
     assert launch(root, script, *flags, *RUN, "--dry-run").stdout == without.stdout
-    assert (root / "calls").read_text() == f"-m gspo_jax.train {' '.join(RUN)} --check_for={devices}\n"
+    assert (root / "calls").read_text() == f"-m gspo_jax.train {' '.join(RUN)} --check_for={where}\n"
     refused = _bash(root, f'bash launch/{script} "$@"', *flags, *RUN, "--dry-run", CODE="2")
     assert (refused.returncode, refused.stdout) == (2, "")
 
 
+def test_commands_of_the_page_run_dry_and_their_configs_are_valid(root):
+    """What `$P` stands for is taken from the page, in order."""
+    place, count = [], 0
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / "tpu.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    for line in "".join(blocks).replace("\\\n", " ").splitlines():
+        if line.startswith("P="):
+            place = shlex.split(line)[0].removeprefix("P=").split()
+        if not (found := re.match(r"bash launch/((?:tpu|gke|sky)\.sh)", line)):
+            continue
+        words = [each for word in shlex.split(line, comments=True)[2:] for each in (place if word == "$P" else [word])]
+        count += bool(
+            dry(root, found[1], words[0], *words[1:]) if found[1] == "tpu.sh" else dry(root, found[1], *words)
+        )
+        if given := [word for word in words if word.startswith("--config")]:
+            slices = next((word.partition("=")[2] for word in words if word.startswith("--slices=")), "1")
+            where = [f"{slices}x{word.partition('=')[2]}" for word in words if word.startswith("--type=")]
+            assert "config is valid" in check_for(cli.read_config(given), *(where or ["0"]), given)
+    assert count >= 15
+
+
+NAMES = {
+    "v5e-8": "v5litepod-8",
+    "v5litepod-8": "v5litepod-8",
+    "ct5lp-hightpu-8t": "v5litepod-8",
+    "v6e-8": "v6e-8",
+    "ct6e-standard-8t": "v6e-8",
+    "v5p-8": "v5p-8",
+    "ct5p-hightpu-4t": "v5p-8",
+    "v4-8": "v4-8",
+    "ct4p-hightpu-4t": "v4-8",
+}
+"""What people and GKE call a slice, and what Cloud TPU's API does."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_slice_by_any_of_its_names(root, name):
+    """As `plan` and --check_for count its chips, too."""
+    assert topology.of_type(name) == topology.of_type(NAMES[name])
+    (created,) = dry(root, "tpu.sh", "create", *PLACE, f"--type={name}")
+    assert f" --accelerator-type={NAMES[name]} " in created
+    assert ("v5-lite" in created) == NAMES[name].startswith("v5litepod")
+    *_, workload = dry(root, "gke.sh", *PLACE, "--cluster=pods", f"--type={name}", *RUN)
+    assert f" --tpu-type={NAMES[name]} " in workload
+    (job,) = dry(root, "sky.sh", "--name=gspo", f"--type={name}", *RUN)
+    assert f" --gpus=tpu-{NAMES[name]} " in job
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["plain", "", "two words", "it's", 'say "so"', "a'b\"c$d`e\\f!", "--flag=<think>\n", "--flag=a  b", "é", "~", "*"],
+)
+def test_a_printed_word_is_read_as_it_was_given(root, word):
+    again = _bash(
+        root, 'source launch/command.sh; dry=yes; run printf %s. "$@" >told; bash told', word, word, "x" * 120
+    )
+    assert again.stdout == f"{word}.{word}.{'x' * 120}.", again.stderr
+
+
 def test_flags_reach_the_trainer_as_they_were_given(root):
     given = [*RUN, "--config.sampling.prefix=<think>\n'a b'", "--config.iterations=9"]
-    (line,) = launch(root, "tpu.sh", "run", *PLACE, *given, "--dry-run").stdout.splitlines()
+    (line,) = lines(launch(root, "tpu.sh", "run", *PLACE, *given, "--dry-run").stdout)
     remote = next(word for word in shlex.split(line) if word.startswith("--command="))
     _script(root / "gspo_jax" / "launch" / "worker.sh", 'printf "%s\\0" "$@" >given')
     assert _bash(root, remote.removeprefix("--command=")).returncode == 0  # as the shell of a worker parses it
@@ -174,6 +252,8 @@ def test_gke(root):
         "--command=python -m pip install --quiet -c launch/constraints.txt -e '.[tpu]' && exec bash launch/pod_job.sh "
         "python -m gspo_jax.train --config=configs/tiny.py --workdir=gs://bucket/run"
     )
+    *_, workload = dry(root, "gke.sh", *PLACE, *flags, "--fetch=gs://b/models/Qwen3", "--fetch=gs://b/my data/")
+    assert "-e '.[tpu]' && bash launch/worker.sh fetch gs://b/models/Qwen3 'gs://b/my data' && exec bash" in workload
     *_, workload = dry(root, "gke.sh", *PLACE, *flags, "--config.processes.grace_s=90.5")
     assert "--termination-grace-period-seconds=120 " in workload
 
@@ -184,8 +264,15 @@ def test_sky(root):
         "sky jobs launch --name=gspo --infra=gcp/us-east5/us-east5-a --gpus=tpu-v5p-128 "
         "--env=TRAIN=--config=configs/tiny.py --workdir=gs://bucket/run --use-spot --yes --detach-run launch/sky.yaml"
     ]
+    (fetched,) = dry(root, "sky.sh", *flags, "--fetch=gs://b/models/Qwen3", "--fetch=gs://b/my data")
+    assert " --env=FETCH=gs://b/models/Qwen3 'gs://b/my data' --use-spot " in fetched
     job = (ROOT / "launch" / "sky.yaml").read_text()
-    assert "setup: bash launch/worker.sh setup\n" in job and "TRAIN:" in job and "recover_on_exit_codes: [75]" in job
+    assert (
+        """  FETCH: '' #""" in job
+        and 'setup: eval "bash launch/worker.sh setup $FETCH"\n' in job
+        and "TRAIN:" in job
+        and "recover_on_exit_codes: [75]" in job
+    )
     assert 'run: eval "exec bash launch/pod_job.sh .venv/bin/python -m gspo_jax.train $TRAIN"\n' in job
 
 
@@ -223,7 +310,7 @@ GKE = [*PLACE, "--cluster=pods", "--type=v5p-128", *RUN]
         ("tpu.sh", ["push", *PLACE, "--project=My Project"], "--project=My Project is not valid"),
         ("tpu.sh", ["push", *PLACE, "--zone=us-east5"], "--zone=us-east5 is not valid; give the zone"),
         ("tpu.sh", ["create", *PLACE], "--type= is missing"),
-        ("tpu.sh", ["create", *PLACE, "--type=v5p"], "such as --type=v5p-128"),
+        ("tpu.sh", ["create", *PLACE, "--type=v5p"], "such as --type=v5e-8, or --type=v5p-128, whose 64"),
         ("tpu.sh", ["create", *PLACE, "--type=v5p:4x4x4"], "--type=v5p-128, whose 64 chips have two TensorCores each"),
         (
             "tpu.sh",
@@ -238,8 +325,11 @@ GKE = [*PLACE, "--cluster=pods", "--type=v5p-128", *RUN]
         (
             "tpu.sh",
             ["create", *PLACE, "--type=v5p-8", "--spot", "--reserved"],
-            "--spot and --reserved exclude each other",
+            "--spot, --reserved and --flex-start exclude each other",
         ),
+        ("tpu.sh", ["create", *PLACE, "--type=v5e-8", "--flex-start=10"], "--flex-start=10 is not valid; give the"),
+        ("tpu.sh", ["create", *PLACE, "--type=v5p-7"], "--type=v5p-7 is not valid"),
+        ("tpu.sh", ["push", *PLACE], "has no commit to send; make one with git init && git add --all && git commit"),
         ("tpu.sh", ["create", *PLACE, "--type=v5p-8", *RUN], "create takes no --config=configs/tiny.py"),
         ("tpu.sh", ["run", *PLACE, RUN[0]], "--workdir= is missing; give a folder in a bucket"),
         (
@@ -490,6 +580,15 @@ def test_a_run_that_does_not_end_is_killed_as_a_whole(machine):
     done = worker(machine, "stop")
     assert "the run has not ended 1 s after SIGTERM, and is killed" in done.stderr
     assert done.stdout.endswith(": stopped, killed\n")
+
+
+def test_a_container_without_gcloud_fetches_by_gcsfs(machine):
+    python = machine / "gspo_jax" / ".venv" / "bin" / "python"
+    _script(python, 'printf "%s\\n" "$@" >called')
+    assert worker(machine, "fetch", "gs://bucket/models/Qwen3").returncode == 0
+    flag, program, *places = (machine / "gspo_jax" / "called").read_text().splitlines()
+    assert flag == "-c" and "gcsfs.GCSFileSystem().get(" in program
+    assert places == ["gs://bucket/models/Qwen3/", f"{machine / 'fetched' / 'Qwen3'}/"]
 
 
 def test_setup_installs_and_fetches(machine):

@@ -29,7 +29,7 @@ def watch(given: Given, log: Path) -> bool:
 
     There each leaves a record.
     """
-    again = ["--again"]  # stages that failed before are tried again, once
+    again = ["again"]  # stages that failed before are tried again, once
     while True:
         with tempfile.TemporaryDirectory(prefix="gspo_jax-first-") as folder:
             status = Path(folder) / "status.json"

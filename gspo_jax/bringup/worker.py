@@ -1,8 +1,8 @@
 """The process that runs the stages of `first` and holds the devices. `first` starts it, watches it and starts it again.
 
-    python -m gspo_jax.bringup.worker GIVEN STATUS [--again]
+    python -m gspo_jax.bringup.worker GIVEN STATUS [again]
 
-GIVEN is a `stages.Given`, STATUS a local file that says which stage runs. With --again, stages that failed before are
+GIVEN is a `stages.Given`, STATUS a local file that says which stage runs. With `again`, stages that failed before are
 tried again.
 """
 
@@ -106,7 +106,7 @@ def start(words: list[str]) -> int:
     count = processes.start(heartbeat_s=10)
     cli.prepare(config)
     with processes.guarded(count):
-        return main(given, Path(words[1]), again="--again" in words)
+        return main(given, Path(words[1]), again="again" in words)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ bucket. A resumed run reproduces files lost with a preempted machine.
 import dataclasses
 import errno
 import glob
+import importlib.util
 import itertools
 import os
 import re
@@ -16,6 +17,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,7 +27,7 @@ from etils import epath
 from etils.epath import gpath
 from jax.experimental import multihost_utils
 
-from gspo_jax import foreign
+from gspo_jax import foreign, installs
 from gspo_jax.errors import UserError
 from gspo_jax.limited import quoted
 
@@ -40,6 +42,8 @@ def _glob(path: gpath.PosixGPath, pattern: str, *, matches: Any = gpath.PosixGPa
 # etils reads the folder's own name as part of the pattern: Orbax could not read back what it saves below `[`. TFDS and
 # jax's compilation cache list files this way too.
 gpath.PosixGPath.glob = _glob
+
+getLogger("gcsfs").addFilter(lambda record: not record.exc_info)  # errors that it also raises
 
 BUCKET = "gs://"
 CHECKPOINTS = "checkpoints"
@@ -277,9 +281,17 @@ def explained(name: str, *, place: str = "the bucket") -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # each library raises its own types
+        if name.startswith(BUCKET):
+            check_client(name)
         raise UserError(
             f"cannot use {name} ({quoted(error)}); check that {place} exists and that this machine may write to it"
         ) from error
+
+
+def check_client(name: str) -> None:
+    """Raise a UserError if the library that reads and writes buckets is missing."""
+    if importlib.util.find_spec("gcsfs") is None:
+        raise UserError(f"{name} needs the package gcsfs, which is not installed; run {installs.of_package('gcsfs')}")
 
 
 def check_writable(folder: AnyPath) -> None:
@@ -321,7 +333,7 @@ def nearest(path: Path) -> Path:
 
 
 def _names(folder: epath.Path) -> Iterator[str]:
-    for path in folder.iterdir() if folder.is_dir() else ():  # a bucket has no empty folders
+    for path in folder.iterdir() if folder.exists() else ():  # a bucket has no empty folders; is_dir hides its errors
         # Other processes delete their probes at any time.
         if path.name in (CHECKPOINTS, PROFILE, LEASE) or path.name.startswith(_PROBE):
             continue

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gspo_jax import installs
 from gspo_jax.errors import UserError
 
 ID_FILE = "wandb-id"
@@ -20,8 +21,8 @@ def check(project: str) -> None:
     """Raise a UserError if a project is named but the package is missing."""
     if project and importlib.util.find_spec("wandb") is None:
         raise UserError(
-            f"log.wandb is {project!r}, but the package wandb is not installed; pip install 'gspo_jax[wandb]', or set "
-            "log.wandb to ''"
+            f"log.wandb is {project!r}, but the package wandb is not installed; run {installs.of_extra('wandb')}, or "
+            "set log.wandb to ''"
         )
 
 

@@ -1,7 +1,7 @@
 """GGUF files, the format of llama.cpp: metadata, and tensors as float32.
 
 The header is read here, with every count and offset checked against the file before it is used. The package `gguf`
-dequantises (`pip install 'gspo_jax[gguf]'`).
+dequantises (extra `gguf`).
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from gspo_jax import foreign
+from gspo_jax import foreign, installs
 from gspo_jax.errors import UserError
 from gspo_jax.models.config import Llama3Rope, plain_frequencies
 
@@ -177,7 +177,7 @@ def _package() -> Any:
     try:
         return importlib.import_module("gguf")
     except ImportError:
-        raise UserError("reading GGUF needs the package gguf; run pip install 'gspo_jax[gguf]'") from None
+        raise UserError(f"reading GGUF needs the package gguf; run {installs.of_extra('gguf')}") from None
 
 
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}

@@ -30,13 +30,25 @@ def show_header(console: Console, facts: Mapping[str, Any]) -> None:
         _print(console, "each chiplet is a device; below, a chip's figures are those of a chiplet")
 
 
+def show_fit(console: Console, name: str, facts: Mapping[str, Any]) -> None:
+    """Print whether a program fits."""
+    fits, gb = "fits" if facts["fits"] else "does not fit", (facts["peak_bytes"] + facts["resident_bytes"]) / GB
+    room = f"{gb:.1f} of {facts['limit_bytes'] / GB:.1f} GB"
+    _print(console, f"{name} {fits}, {room}, compiled in {facts['compile_s']:.0f} s")
+
+
+def show_verdict(console: Console, verdict: str) -> None:
+    """Print the plan in one sentence."""
+    _print(console, verdict, style="bold", markup=False)
+
+
 def show_program(console: Console, name: str, facts: Mapping[str, Any]) -> None:
     """Print a program's memory, costs and warnings."""
     fits = "fits" if facts["fits"] else "DOES NOT FIT"
     _print(
         console,
         f"\n[bold]{name}[/bold]: {fits}, {facts['peak_bytes'] / GB:.2f} GB beside {facts['resident_bytes'] / GB:.2f} "
-        f"of {facts['limit_bytes'] / GB:.2f} GB ({facts['headroom']:.0%} free), compiled in {facts['compile_s']:.0f} s",
+        f"of {facts['limit_bytes'] / GB:.2f} GB ({facts['headroom']:.0%} free)",
     )
     held = ", ".join(f"{kind} {size / GB:.2f}" for kind, size in facts["hbm_by_kind"].items() if size > 0.005 * GB)
     on_host = f"; {facts['host_bytes'] / GB:.2f} of host memory" if facts["host_bytes"] else ""

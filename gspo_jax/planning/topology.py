@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 from jaxtyping import Int
 
+from gspo_jax import installs
 from gspo_jax.errors import UserError, choices
 from gspo_jax.parallel.mesh import make_mesh
 
@@ -85,8 +87,15 @@ KINDS = {
 }
 """Generations by jax's device kind."""
 
-CLOUD_KINDS = {"v5litepod": "v5e"}
-"""Generations by Cloud TPU name, if different."""
+CLOUD_KINDS = {
+    "v5litepod": "v5e",
+    "ct4p-hightpu": "v4",
+    "ct5lp-hightpu": "v5e",
+    "ct5p-hightpu": "v5p",
+    "ct6e-standard": "v6e",
+    "tpu7x-standard": "tpu7x",
+}
+"""Generations by Cloud TPU's names, if different, and by those of GKE's machines."""
 
 _LIBTPU_KINDS = {"v5p": "v5"}
 """libtpu's names of generations, if different."""
@@ -96,28 +105,44 @@ def generation(name: str) -> str:
     """Return a slice's generation, "v5p" for "v5p:4x4x4".
 
     Raises:
-      UserError: it is unknown, or a Cloud TPU name such as "v5p-8".
+      UserError: it is unknown, or an accelerator type such as "v5p-8".
     """
     known = name.partition(":")[0]
     if known in CHIPS:
         return known
-    kind, _, count = known.partition("-")
-    kind = CLOUD_KINDS.get(kind, kind)
-    cores = CHIPS[kind].tensor_cores if kind in CHIPS else 1
-    if kind in CHIPS and count.isdigit() and int(count) and int(count) % cores == 0:
-        raise UserError(_in_chips(known, kind, int(count) // cores, cores=cores))
+    if (found := of_type(known)) is not None:
+        kind, chips = found
+        cores = CHIPS[kind].tensor_cores
+        counted = f"TensorCores, {cores} to a chip" if known.endswith(f"-{cores * chips}") and cores > 1 else "chips"
+        sides = "x".join("XYZ"[: CHIPS[kind].rank])
+        write = of_chips(kind, chips) or f"{kind}:{sides} with sides whose product is {chips}"
+        raise UserError(
+            f"{known} is {chips} chip{'s' * (chips > 1)} (its number counts {counted}); write the slice as {write}"
+        )
     raise UserError(f"unknown TPU generation {known!r}; {choices(known, CHIPS)}")
 
 
-def _in_chips(name: str, kind: str, chips: int, *, cores: int) -> str:
-    """Explain Cloud TPU's name and how to write the slice here."""
+def of_type(name: str) -> tuple[str, int] | None:
+    """Return generation and chips of an accelerator type, or None: ("v5e", 8) for "v5e-8" and "v5litepod-8".
+
+    Types of generations with two TensorCores a chip count these, others chips, as do GKE's machines,
+    "ct5lp-hightpu-8t".
+    """
+    match = re.fullmatch(r"(?:tpu-)?(\w+|\w+-\w+(?=-\d+t))-(\d+)t?", name.lower())
+    if match is None:
+        return None
+    kind, count = CLOUD_KINDS.get(match[1], match[1]), int(match[2])
+    cores = CHIPS[kind].tensor_cores if match[1] in CHIPS else 1
+    return (kind, count // cores) if kind in CHIPS and count and count % cores == 0 else None
+
+
+def of_chips(kind: str, chips: int) -> str | None:
+    """Return the slice of a power of two of chips, "v5p:2x4x4" for 32, with Cloud TPU's sides, else None."""
     rank = CHIPS[kind].rank
-    sides = sorted(2 ** ((chips.bit_length() - 1 + i) // rank) for i in range(rank))  # as equal as Cloud TPU's
-    write = f"{kind}:{'x'.join(map(str, [s for s in sides if s > 1] + [s for s in sides if s == 1]))}"
+    sides = sorted(2 ** ((chips.bit_length() - 1 + i) // rank) for i in range(rank))  # as equal as can be
     if math.prod(sides) != chips:
-        write = f"{kind}:{'x'.join('XYZ'[:rank])} with sides whose product is {chips}"
-    counted = f"its number counts TensorCores, {cores} to a chip" if cores > 1 else "its number counts chips"
-    return f"{name} is Cloud TPU's name for {chips} chip{'s' * (chips > 1)} ({counted}); write the slice as {write}"
+        return None
+    return f"{kind}:{'x'.join(map(str, [s for s in sides if s > 1] + [s for s in sides if s == 1]))}"
 
 
 def describe(name: str, *, slices: int = 1) -> list[Any]:
@@ -131,7 +156,7 @@ def describe(name: str, *, slices: int = 1) -> list[Any]:
     """
     kind, sides = generation(name), _sides(name)
     if importlib.util.find_spec("libtpu") is None:
-        raise UserError("libtpu, the TPU compiler, is not installed; install it with pip install 'gspo_jax[tpu]'")
+        raise UserError(f"libtpu, the TPU compiler, is not installed; run {installs.of_extra('tpu')}")
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     hosts = tuple(math.gcd(2, side) for side in sides[:2])  # a host has 2x2 chips; a slice of one chip has fewer

@@ -20,15 +20,14 @@ from gspo_jax.engine import make_sampler
 from gspo_jax.errors import UserError
 from gspo_jax.lengths import Lengths
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.planning import decoding, iteration, programs
+from gspo_jax.planning import decoding, iteration, programs, verdict
 from gspo_jax.planning.setting import Setting
+from gspo_jax.planning.verdict import Changes
 from gspo_jax.setup import memory
 from gspo_jax.setup.fields import at
 
 Planner = Callable[[ConfigDict, Sequence[str]], tuple[dict[str, Any], Setting]]
 """(config, program names) -> facts by name, and their setting."""
-Changes = dict[str, Any]
-"""New values of config fields, by dotted name."""
 TRAINING, SAMPLING = "training", "sampling"
 OF_SAMPLING = ("sample_prefill", "sample_decode", "reshard")
 PARTIAL = ((1.25, 0.9), (1.5, 0.8), (2.0, 0.6), (3.0, 0.4), (4.0, 0.3))
@@ -110,11 +109,7 @@ class Search:
         return best, iteration.simulate(iteration.make_run(facts, setting), self.lengths)
 
     def _with(self, changes: Changes) -> ConfigDict:
-        config = self.config.copy_and_resolve_references()
-        for name, value in changes.items():
-            section, _, key = name.rpartition(".")
-            at(config, section)[key] = value
-        return config
+        return verdict.changed(self.config, changes)
 
     def _plan(self, changes: Changes, names: Sequence[str]) -> tuple[dict[str, Any], Setting]:
         """Return program facts, shared by settings that do not change them, and the setting."""

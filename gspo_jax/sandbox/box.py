@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from gspo_jax import installs
 from gspo_jax.errors import UserError
 
 _INSIDE = Path(__file__).parent / "inside"
@@ -52,8 +53,8 @@ def check_bubblewrap() -> None:
         raise UserError("the sandbox for code needs Linux; set scoring.unsafe=True to run code without one")
     if shutil.which("bwrap") is None:
         raise UserError(
-            "running the model's programs needs bubblewrap, and there is no program bwrap; run apt-get install "
-            "bubblewrap, or set scoring.unsafe=True to run them with this account's rights"
+            "running the model's programs needs bubblewrap, and there is no program bwrap; run "
+            f"{installs.of_system('bubblewrap')}, or set scoring.unsafe=True to run them with this account's rights"
         )
 
 

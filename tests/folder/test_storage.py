@@ -5,6 +5,7 @@ A local folder stands in for the bucket; the slow tests use an emulator of Googl
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -205,6 +206,25 @@ def python(environment: dict[str, str], *arguments: str, code: int = 0) -> str:
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+@pytest.mark.faults
+def test_a_container_without_gcloud_copies_a_folder(storage, tmp_path):
+    put = "from etils import epath; f = epath.Path('gs://bucket/models/Mine'); f.mkdir(parents=True)"
+    put += "; (f / 'config.json').write_text('{}'); (f / 'parts').mkdir(); (f / 'parts' / 'a').write_text('weights')"
+    python(storage, "-c", put)
+    shutil.copytree(ROOT / "launch", tmp_path / "tree" / "launch")
+    (tmp_path / "bin").mkdir()
+    for tool in ("bash", "dirname", "mkdir"):
+        (tmp_path / "bin" / tool).symlink_to(str(shutil.which(tool)))
+    (tmp_path / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "bin" / "python").chmod(0o755)
+    command = ["bash", str(tmp_path / "tree" / "launch" / "worker.sh"), "fetch", "gs://bucket/models/Mine"]
+    for _ in range(2):  # a second start copies again
+        subprocess.run(command, env=storage | {"PATH": str(tmp_path / "bin")}, check=True, timeout=120)
+    here = tmp_path / "fetched" / "Mine"
+    found = sorted(str(file.relative_to(here)) for file in here.rglob("*") if file.is_file())
+    assert found == ["config.json", "parts/a"] and (here / "parts" / "a").read_text() == "weights"
 
 
 @pytest.mark.faults

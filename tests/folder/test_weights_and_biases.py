@@ -37,7 +37,9 @@ def test_without_the_package_a_config_that_asks_for_it_is_refused(monkeypatch):
     config = cli.load_config("configs/tiny.py")
     config.log.wandb = "first"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"log.wandb is 'first', but the package wandb is not installed; pip install"):
+    with pytest.raises(
+        UserError, match=r"log.wandb is 'first', but the package wandb is not installed; run .*pip install"
+    ):
         check(config)
     config.log.wandb = ""
     check(config)

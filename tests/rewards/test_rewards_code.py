@@ -437,10 +437,10 @@ def test_without_bubblewrap_a_run_is_refused_before_any_work(monkeypatch):
         check(config)
     monkeypatch.setattr(box.shutil, "which", lambda name: None)
     with pytest.raises(
-        UserError, match=r"no program bwrap; run apt-get install bubblewrap, or set scoring.unsafe=True"
+        UserError, match=r"no program bwrap; run .*apt-get install -y bubblewrap, or set scoring.unsafe=True"
     ):
         check(config)
-    with pytest.raises(UserError, match="apt-get install bubblewrap"):
+    with pytest.raises(UserError, match="apt-get install -y bubblewrap"):
         Sandbox(workers=1)
     config.scoring.unsafe = True
     check(config)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.text import Text
 
-from gspo_jax import drawing, objectives
+from gspo_jax import drawing, installs, objectives
 from gspo_jax.objectives import catalogue
 from gspo_jax.objectives.surrogates import Surrogate, TokenBatch
 from gspo_jax.studies.looks import OBJECTIVES
@@ -178,4 +178,4 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch, capsy
     drawing.text_width.cache_clear()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert atlas.main([f"--out={tmp_path}"]) == 2
-    assert "pip install 'gspo_jax[report]'" in capsys.readouterr().err
+    assert f"run {installs.of_extra('report')}\n" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gspo_jax import drawing, report
+from gspo_jax import drawing, installs, report
 from gspo_jax.config import base
 from gspo_jax.errors import UserError
 from gspo_jax.folder.metrics import MetricsWriter
@@ -653,4 +653,4 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch, capsy
     drawing.text_width.cache_clear()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert report.main([str(_fake(tmp_path / "run", iterations=1))]) == 2
-    assert "pip install 'gspo_jax[report]'" in capsys.readouterr().err
+    assert f"run {installs.of_extra('report')}\n" in capsys.readouterr().err
