@@ -123,14 +123,34 @@ class Head:
             figure.text(0.2 / width, 1 - top / height, text, va="top", **style)
 
 
-def label_ends(axes: "Axes", ends: Sequence[tuple[float, str, str]], *, size: float) -> None:
-    """Write labels (y, text, colour) at the right ends of lines, without overlaps."""
+def in_two_lines(label: str, size: float, width: float, weight: str = "normal") -> str:
+    """Return a label, broken after the comma nearest its middle if it is wider than `width` inches."""
+    commas = [i + 1 for i, letter in enumerate(label) if letter == ","]
+    if not commas or text_width(label, size, weight) <= width:
+        return label
+    at = min(commas, key=lambda i: abs(2 * i - len(label)))
+    return f"{label[:at]}\n{label[at:]}"
+
+
+def fitting(label: str, size: float, width: float, weight: str = "normal") -> float:
+    """Return the font size, at most `size`, at which each line of a label is at most `width` inches wide."""
+    return min(size, *(size * width / text_width(line, size, weight) for line in label.split("\n")))
+
+
+def label_ends(axes: "Axes", ends: Sequence[tuple[float, str, str]], *, size: float, room: float | None = None) -> None:
+    """Write labels (y, text, colour) at the right ends of lines, without overlaps, in at most `room` inches."""
     wide, panel = (POINTS_PER_INCH / axes.figure.dpi * pixels for pixels in (axes.bbox.width, axes.bbox.height))
-    size = min(size, panel / (1.2 * max(1, len(ends))))
+    if room is not None:
+        ends = [(y, in_two_lines(text, size, room, "bold"), color) for y, text, color in ends]
+        size = min([size, *(fitting(text, size, room, "bold") for _, text, _ in ends)])
+    lines = max((text.count("\n") + 1 for _, text, _ in ends), default=1)
+    size = min(size, panel / (1.2 * lines * max(1, len(ends))))
     near, far, text_at = 1 + 2 / wide, 1 + 7 / wide, 1 + 8 / wide
     order = sorted(ends)
     heights = [_axes_fraction(axes, y) for y, _, _ in order]
-    for (_, text, color), end, y in zip(order, heights, spread_labels(heights, gap=1.2 * size / panel), strict=True):
+    for (_, text, color), end, y in zip(
+        order, heights, spread_labels(heights, gap=1.2 * lines * size / panel), strict=True
+    ):
         if abs(y - end) > 0.01:
             line = {"color": color, "linewidth": 0.8, "clip_on": False}
             axes.plot([near, far], [end, y], transform=axes.transAxes, **line)

@@ -302,7 +302,7 @@ def _survival(axes: "Axes", arms: Sequence[Arm]) -> None:
         axes.step(np.arange(last + 1), share, where="post", color=look.color, linestyle=look.pattern, linewidth=1.8)
         ends.append((float(share[-1]), arm.group.label, look.color))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    label_ends(axes, ends, size=10)
+    label_ends(axes, ends, size=10, room=LABELS - 0.2)
 
 
 def _forest(axes: "Axes", arms: Sequence[Arm], name: str) -> None:

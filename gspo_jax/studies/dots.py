@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gspo_jax.drawing import GREY, percent, text_width, wrap
+from gspo_jax.drawing import GREY, fitting, in_two_lines, percent, wrap
 from gspo_jax.studies.paired import Estimate, differences
 from gspo_jax.studies.runs import Group, describe, final, quality, results
 
@@ -80,8 +80,8 @@ def draw_dots(axes: "Axes", dots: Dots, *, names: float) -> None:
 
     wide = axes.bbox.width / axes.figure.dpi
     lines = wrap(dots.title, wide, TITLE, "bold")
-    axes.set_title("\n".join(lines), fontsize=min(_fitting(line, TITLE, wide, "bold") for line in lines))
-    axes.set_xlabel(dots.unit, fontsize=_fitting(dots.unit, UNIT, wide))
+    axes.set_title("\n".join(lines), fontsize=min(fitting(line, TITLE, wide, "bold") for line in lines))
+    axes.set_xlabel(dots.unit, fontsize=fitting(dots.unit, UNIT, wide))
     if dots.is_paired:
         axes.axvline(0, color=GREY, linewidth=1)
     draw_rows(axes, dots.rows, names=names)
@@ -106,12 +106,9 @@ def draw_rows(axes: "Axes", rows: Sequence[Row], *, names: float) -> None:
         axes.errorbar([estimate.mean], [place], xerr=error, capsize=2.5, linestyle="none", **style)
     margin = 0.5 + max(0.0, axes.bbox.height / axes.figure.dpi / ROW - len(rows)) / 2
     axes.set_ylim(len(rows) - 1 + margin, -margin)
-    axes.set_yticks(range(len(rows)), [group.label if names else "" for group, _ in rows])
+    labels = [in_two_lines(group.label, NAME, names, "bold") if names else "" for group, _ in rows]
+    axes.set_yticks(range(len(rows)), labels)
     axes.tick_params(axis="y", length=0)
-    for text, (group, _) in zip(axes.get_yticklabels(), rows, strict=True):
-        size = _fitting(group.label, NAME, names, "bold") if names else NAME
+    for text, label, (group, _) in zip(axes.get_yticklabels(), labels, rows, strict=True):
+        size = fitting(label, NAME, names, "bold") if names else NAME
         text.set(color=group.look.color, weight="bold", fontsize=size)
-
-
-def _fitting(text: str, size: float, width: float, weight: str = "normal") -> float:
-    return min(size, size * width / text_width(text, size, weight))
