@@ -99,6 +99,8 @@ def main(given: Given, status: Path, *, again: bool) -> int:
 
 def start(words: list[str]) -> int:
     """Prepare this process as a run's, and run the stages."""
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print goes to the log
     shell.raise_limits()
     cli.reuse_memory()
     given, config = Given.read(words[0]), base()
