@@ -94,7 +94,9 @@ def _function(value: str, function: str) -> Callable[[], Any] | None:
     if not path.is_file():
         beside = [str(p) for p in path.parent.glob("*.py") if p.is_file()] if path.parent.is_dir() else []
         ours = own_configs()
-        near = [path.stem] if path.stem in ours else difflib.get_close_matches(str(path), [*beside, *ours], n=1)
+        near = difflib.get_close_matches(str(path), beside, n=1)
+        if not near:
+            near = [path.stem] if path.stem in ours else difflib.get_close_matches(str(path), ours, n=1)
         raise UserError(f"config {value!r} not found; " + (f"did you mean {near[0]}?" if near else "give a .py file"))
 
     def call() -> Any:

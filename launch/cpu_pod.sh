@@ -4,6 +4,8 @@
 # one prints here, the others to WORKDIR/processes/. If one dies, all are stopped and restarted, and the run resumes from its
 # newest checkpoint, at most RESTARTS times (default 3), unless it would fail again: wrong flags, or diverged. Ctrl-C, SIGTERM and a
 # closed terminal save the run and end it; a SIGTERM that only the processes get saves it too, and it is started again.
+# With --elastic a pod goes on without a process that died, as one that has lost a host or a slice: N-1 processes with as many devices
+# each, and the same global batch, which the smaller mesh has to divide.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh
@@ -28,9 +30,9 @@ begin() {
     output=$workdir/processes/$i.log
     mkdir "$scratch/$i"
     if [ "$i" = 0 ]; then
-      (JAX_PROCESS_ID=$i as_child "$scratch/$i" $python -m gspo_jax.train "$@") &
+      (JAX_PROCESS_ID=$i as_child "$scratch/$i" $python -m gspo_jax.train "$@" ${own[@]+"${own[@]}"}) &
     else
-      (JAX_PROCESS_ID=$i as_child "$scratch/$i" $python -m gspo_jax.train "$@") >>"$output" 2>&1 &
+      (JAX_PROCESS_ID=$i as_child "$scratch/$i" $python -m gspo_jax.train "$@" ${own[@]+"${own[@]}"}) >>"$output" 2>&1 &
     fi
     pids+=($!)
   done
@@ -88,12 +90,20 @@ case $count in
     ;;
 esac
 shift
+elastic='' flags=()
+for word in "$@"; do
+  if [ "$word" = --elastic ]; then elastic=yes; else flags+=("$word"); fi
+done
+set -- ${flags[@]+"${flags[@]}"}
 complete_flags "$@"
 set -- ${defaults[@]+"${defaults[@]}"} "$@"
 ensure_venv report
 python=.venv/bin/python
 mkdir -p "$workdir/processes"
-pids=()
+pids=() own=() each=0
+if [ -n "$elastic" ]; then
+  each=$(($($python -c 'import sys; from gspo_jax import cli; print(cli.read_config(sys.argv[1:]).cpu_devices)' "$@") / count))
+fi
 stop_patience=$(stop_seconds "$@")
 restarts=${RESTARTS:-3}
 scratch=$(mktemp -d)
@@ -116,6 +126,12 @@ while true; do
     end_all
     if [ -z "$told" ] && [ "$restarts" -gt 0 ] && ! is_final "$code"; then
       restarts=$((restarts - 1))
+      if [ -n "$elastic" ] && [ "$count" -gt 1 ]; then
+        count=$((count - 1))
+        own=("--config.cpu_devices=$((each * count))")
+        tell "process $failed exited with code $code: going on with $count, $((each * count)) devices, from the newest checkpoint"
+        continue
+      fi
       tell "process $failed of $count exited with code $code: restarting all, the run resumes from its newest checkpoint"
       continue
     fi

@@ -87,6 +87,7 @@ def test_only_updates_skipped_in_a_row_end_the_run_and_the_first_bad_leaf_is_nam
     )
     config = ConfigDict({"training": {"max_skipped": 3}, "optimizer": {"learning_rate": 1e-6}})
     run = SimpleNamespace(engine=engine, config=config, phases=None, skipped=0, files=SimpleNamespace(name="runs/a"))
+    run.traces = None
     watch = Watch(run)
     for skipped in (1, 1, 0, 1, 1):
         watch.updated(None, None, 0, {"update/skipped": skipped})
