@@ -94,6 +94,21 @@ def test_two_processes_stop_together_go_on_where_one_was_and_name_a_slow_one(who
     assert max(row.get("response/older", 0) for row in rows_of(tmp_path)[-2:]) > 0, "some responses are resumed"
 
 
+def test_an_elastic_pod_goes_on_without_the_process_that_it_lost(whole, data, tmp_path):
+    """On half of the devices, with the same global batch: every step is there once, those before as on all of them."""
+    root, run = copy_of_launchers(tmp_path / "root"), tmp_path / "run"
+    words = command(run, data, **{"checkpoint.every": 1, "mesh.data": -1})
+    codes, said = launch_faulty("KILL:updated:5:1", [*words, "--elastic"], count=2, root=root)
+    assert codes == [0], said
+    assert "process 1 exited with code 137: going on with 1, 4 devices, from the newest checkpoint" in said
+    rows = rows_of(run)
+    assert rows[-1]["iteration"] == ITERATIONS and len(rows) == len(rows_of(whole))
+    before = [row for row in rows if row.get("iteration", 0) <= 2]
+    for row, other in zip(before, rows_of(whole), strict=False):
+        assert row.get("reward/mean") == other.get("reward/mean")
+    assert json.loads((run / "config.json").read_text())["cpu_devices"] == 4
+
+
 def test_after_a_loss_of_power_a_run_goes_on_from_the_newest_whole_checkpoint_and_a_lost_folder_is_refused(
     whole, data, tmp_path
 ):
