@@ -6,6 +6,7 @@ Workers are real processes, with stages of their own: a `sitecustomize` puts the
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -115,6 +116,53 @@ def test_two_processes_write_one_page(command: Callable[..., dict[str, Any]], tm
     assert sorted((tmp_path / "first" / "ran").read_text().split()) == ["0", "1"]
     record = json.loads((tmp_path / "first" / "stages" / "fine.json").read_text())
     assert record["figures"] == {"devices": 2} and record["machine"]["processes"] == 2
+
+
+FAULTS = """
+    import sys
+    if "gspo_jax.bringup.worker" in sys.orig_argv:
+        import jax.numpy as jnp
+        from gspo_jax.bringup import catalogue, kernels
+        from gspo_jax.kernels import grouped_matmul
+        from gspo_jax.planning import calibration
+
+        right, every = grouped_matmul._products, kernels.tried
+
+        def wrong(rows, weights, group_sizes, likely):
+            most, total = group_sizes.max(), group_sizes.sum()
+            factor = jnp.where((10 * most > 3 * total) & (most < total), 1.01, 1.0)
+            return tuple((y * factor).astype(y.dtype) for y in right(rows, weights, group_sizes, likely))
+
+        grouped_matmul._products = wrong
+        kernels.tried = lambda: every(only=("grouped matmul",))
+        calibration.LARGE, calibration.SIDES = {"cpu": 2**22}, {"cpu": (256,)}
+        calibration.SENT, calibration.LOOP_S, calibration.MATMUL_S = {"cpu": 2**12}, 0.02, 0.02
+        bandwidth = calibration.bandwidth
+        calibration.bandwidth = lambda device: bandwidth(device) / 10
+        catalogue.STAGES = tuple(one for one in catalogue.STAGES if one.name in ("kernels", "rates", "programs"))
+    else:
+        from gspo_jax.bringup import catalogue
+        catalogue.STAGES = tuple(one for one in catalogue.STAGES if one.name in ("kernels", "rates", "programs"))
+"""
+
+
+@pytest.mark.slow
+def test_planted_faults_are_the_first_lines_of_the_page(
+    command: Callable[..., dict[str, Any]], tmp_path: pathlib.Path
+) -> None:
+    """A kernel wrong by 1% on skewed loads, memory ten times too slow, and a model that does not fit."""
+    given = command()
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(FAULTS))
+    given["args"] = [*given["args"], "--minutes=10", "--model=Qwen3-30B-A3B"]
+    done = subprocess.run(**given, capture_output=True, check=False)
+    assert done.returncode == 1, done.stderr
+    text = (tmp_path / "first" / "page.md").read_text()
+    for fault in (
+        r"- \*\*Failed\*\*: Kernels: grouped matmul, skewed load: wrong by 1% \(at most 0\.024%\)",
+        r"- \*\*(Failed|Doubtful)\*\*: How fast it is: memory: \S+/s, \d+% of \S+ \(numpy's here",
+        r"- \*\*Failed\*\*: How fast a run is: Qwen3-30B-A3B does not fit: weights and optimizer take \S+ GB of a device",
+    ):
+        assert any(re.match(fault, line) for line in text.splitlines()[2:5]), text
 
 
 def test_wrong_flags(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
