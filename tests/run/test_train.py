@@ -102,6 +102,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(tiny_run, tmp_path, monkeypatch)
     assert seen.keys() == {f"iteration-2-{phase}" for phase in ("reshard", "sample", "score", "update")}
     running = sum(phase["running_s"] for phase in seen.values())
     assert sum(phase["joined"] * phase["running_s"] for phase in seen.values()) > 0.7 * running
+    assert read_metrics(stopped)[-1]["timing/profile_s"] > 0
     assert any("feed_forward" in one["scope"] for one in seen["iteration-2-update"]["operations"])
     assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == ["1", "2"]
     assert_same_bits(workdir, stopped, step=2)
