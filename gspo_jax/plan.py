@@ -32,7 +32,6 @@ from gspo_jax.kernels import backend
 from gspo_jax.lengths import Lengths
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import compilation, processes
-from gspo_jax.planning import costs as costs_lib
 from gspo_jax.planning import cycles, executed, iteration, jaxpr, memory, programs, topology, verdict
 from gspo_jax.planning import rates as rates_lib
 from gspo_jax.planning.ahead import Compiled, compile_ahead
@@ -90,12 +89,7 @@ def program_facts(name: str, pieces: Sequence[Piece], setting: Setting, *, dump:
     Of several pieces: memory of the largest, costs of the loop that they step through.
     """
     traced, found = [one for one, _ in pieces], [compiled.result() for _, compiled in pieces]
-    filled = executed.filled(setting, name)
-    work = {"kernels": executed.kernels(setting, name), "passes": executed.passes(setting, name)}
-    modules = [
-        costs_lib.CostedProgram(one.text, filled=filled, machine=setting.machine, **work)  # pyright: ignore[reportArgumentType]
-        for one in found
-    ]
+    modules = [executed.costed(setting, name, one.text) for one in found]
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
         for i, one in enumerate(found):
@@ -133,6 +127,7 @@ def program_facts(name: str, pieces: Sequence[Piece], setting: Setting, *, dump:
         costs, elapsed = max(loops, key=lambda loop: loop[0].bytes)
     else:
         costs, elapsed = module.costs(), module.elapsed(setting.rates)
+    filled = executed.filled(setting, name)
     traced_flops = sum(jaxpr.product_flops(read(one), filled=filled) for one in traced) / setting.mesh.size
     facts |= figures(costs, name, setting, traced_flops=traced_flops, elapsed=elapsed)
     facts["cycles"] = cycles.compared(costs, setting)

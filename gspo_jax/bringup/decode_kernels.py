@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
     """Tokens that the held experts get."""
     prompts: int
     columns: int
-    """Of a prompt."""
+    """Columns of a prompt's keys."""
     page: int
     pages: int
 

@@ -8,15 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspo_jax import doctor
 from gspo_jax.bringup.exactness import Draw, Exact, Kernel, limit, wide
 from gspo_jax.bringup.stages import FAILED, OK, WARNING
 from gspo_jax.doctor import Finding
-from gspo_jax.kernels.backend import platform
-from gspo_jax.rollout.draws import VOCABULARY, try_draws
+from gspo_jax.rollout.draws import VOCABULARY
 from gspo_jax.rollout.sampling import SamplingParams, draw
 
 ROWS, K = 4, 8
-DRAWS, CPU_DRAWS = 2**17, 2**10
 UPDATES = 64
 """Of a donated cache."""
 PAIRS = 2**14
@@ -106,15 +105,6 @@ def kernels(*, small: bool) -> list[Kernel]:
     return [*(_largest(columns, dtype) for dtype in (jnp.float32, jnp.bfloat16)), _sorted(columns), _sums(columns)]
 
 
-def draws() -> Finding:
-    """Check that sampled tokens follow their distribution."""
-    verdict = try_draws(CPU_DRAWS if platform() == "cpu" else DRAWS)
-    if verdict.right:
-        return Finding("draws", OK, f"draws: {verdict}")
-    remedy = "Tokens would not follow the policy: install the versions of jaxlib and libtpu in launch/constraints.txt."
-    return Finding("draws", FAILED, f"draws are biased or too even: {verdict}", remedy)
-
-
 def donation() -> Finding:
     """Check that a donated cache, updated again and again, holds what was written, and lies where it lay."""
     rng, (L, B, S, h) = np.random.default_rng(0), (2, 8, 128, 128)
@@ -143,5 +133,5 @@ def donation() -> Finding:
     return Finding("donation", OK, f"donated cache: right after {UPDATES} updates, in place")
 
 
-CHECKS: dict[str, Callable[[], Finding]] = {"draws": draws, "donation": donation}
+CHECKS: dict[str, Callable[[], Finding]] = {"draws": doctor.draws, "donation": donation}
 """Checks that are no comparison with a formula, by name."""

@@ -28,7 +28,7 @@ Draws = Callable[[], tuple[Any, ...]]
 
 
 class Exact(NamedTuple):
-    """What an output must be."""
+    """An output's exact values, with the largest error that rounding excuses."""
 
     values: np.ndarray
     """Float64, NaN where anything may stand; or integers, which must be equal."""

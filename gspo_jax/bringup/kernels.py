@@ -74,7 +74,7 @@ def ways(kernel: Kernel) -> list[Way]:
 
 @dataclasses.dataclass
 class Outcome:
-    """What one way of a kernel did with one load."""
+    """Errors and times of one way of a kernel on one load."""
 
     kernel: str
     load: str
@@ -85,7 +85,7 @@ class Outcome:
     raised: str = ""
     """First line of the exception, if any."""
     compile_seconds: float = 0.0
-    """Of the program, which a kernel's loads share."""
+    """Time to compile the program, which a kernel's loads share."""
     run_seconds: float = 0.0
 
     @property

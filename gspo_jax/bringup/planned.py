@@ -3,16 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from gspo_jax.engine import Engine
-from gspo_jax.planning import costs as costs_lib
 from gspo_jax.planning import executed
 from gspo_jax.planning.calibration import generation
+from gspo_jax.planning.cost_records import Costs
 from gspo_jax.planning.rates import Rates
 from gspo_jax.planning.setting import Setting
-from gspo_jax.planning.topology import CHIPS, Torus, coordinates, wraps
-from gspo_jax.profiling.operations import Operation
+from gspo_jax.planning.topology import CHIPS, torus_of
+from gspo_jax.profiling.operations import Operation, compiled_texts
 from gspo_jax.profiling.phases import PhaseTraces
 
 PROGRAMS = {
@@ -30,26 +28,22 @@ WORST = 20
 def setting_of(engine: Engine, rates: Rates) -> Setting:
     """Return the engine on the attached chips."""
     devices = list(engine.meshes.trainer.devices.flat)
-    kind, at = generation(devices[0]), coordinates(devices)
-    sides = tuple((at.max(axis=0) + 1).tolist())
-    return Setting(engine, CHIPS[kind], rates, torus=Torus(at, sides, wraps(kind, sides)))
+    kind = generation(devices[0])
+    return Setting(engine, CHIPS[kind], rates, torus=torus_of(kind, devices))
 
 
 def texts() -> dict[str, str]:
     """Return the compiled programs of this process by their names in `plan`, the longest of several."""
     found: dict[str, str] = {}
-    for executable in jax.local_devices()[0].client.live_executables():
-        for module in executable.hlo_modules():
-            name = PROGRAMS.get(module.name)
-            if name is not None:
-                found[name] = max(found.get(name, ""), module.to_string(), key=len)
+    for module, text in compiled_texts():
+        if (name := PROGRAMS.get(module)) is not None:
+            found[name] = max(found.get(name, ""), text, key=len)
     return found
 
 
-def costs_of(text: str, name: str, setting: Setting) -> tuple[costs_lib.Costs, float]:
+def costs_of(text: str, name: str, setting: Setting) -> tuple[Costs, float]:
     """Return a program's costs and its planned seconds; of the decode loop, a step's."""
-    work: Any = {"kernels": executed.kernels(setting, name), "passes": executed.passes(setting, name)}
-    program = costs_lib.CostedProgram(text, filled=executed.filled(setting, name), machine=setting.machine, **work)
+    program = executed.costed(setting, name, text)
     if name != "sample_decode":
         return program.costs(), program.elapsed(setting.rates)
     loops = zip(program.loops(), program.elapsed_loops(setting.rates), strict=True)
@@ -68,7 +62,7 @@ def beside(engine: Engine, each_s: Mapping[str, float], rates: Rates, traces: Ph
     return {"seconds": seconds, "operations": operations[:WORST]}
 
 
-def worst(name: str, costs: costs_lib.Costs, rates: Rates, seen: list[Operation]) -> list[dict[str, Any]]:
+def worst(name: str, costs: Costs, rates: Rates, seen: list[Operation]) -> list[dict[str, Any]]:
     """Return the measured and executed seconds of a program's operations that the traces have."""
     counted = {cost.operation.rpartition(" ")[2]: cost.seconds(rates) for cost in costs.operations}
     return [

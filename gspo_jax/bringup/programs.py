@@ -4,10 +4,11 @@ import dataclasses
 import math
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -33,6 +34,7 @@ from gspo_jax.planning.topology import CHIPS
 from gspo_jax.profiling.phases import PhaseTraces, Span
 from gspo_jax.workload import Workload
 
+Kind = TypeVar("Kind", bound=Iterations)
 PROFILE = "profile"
 EXPERT_SHARDS = 4
 """Most shards of experts."""
@@ -122,16 +124,17 @@ def over_memory(engine: Engine, tried: Tried) -> list[Finding]:
     return [Finding("memory", FAILED, text, "Give a smaller --model, or more devices.")]
 
 
-def run(given: Given) -> Result:
-    """Time an iteration's programs, trace them, and compare them with `plan`."""
+def with_iterations(given: Given, kind: type[Kind], use: Callable[[Kind, Tried], Result]) -> Result:
+    """Return what `use` finds with begun iterations, or that the model or one of its programs does not fit."""
     with trying(given) as tried:
         mesh = mesh_lib.make_mesh(tried.work.mesh)
         with jax.set_mesh(mesh):
-            iterations = Iterations(tried.work, tried.model, mesh, begin=False)
+            iterations = kind(tried.work, tried.model, mesh, begin=False)
             if found := over_memory(iterations.engine, tried):
                 return found, {"model": tried.says}
             try:
-                return measured(iterations, tried, given)
+                iterations.begin_state()
+                return use(iterations, tried)
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise
@@ -139,10 +142,14 @@ def run(given: Given) -> Result:
                 return [Finding("memory", FAILED, text, "Give a smaller --model.")], {"model": tried.says}
 
 
-def measured(iterations: Iterations, tried: Tried, given: Given) -> Result:
+def run(given: Given) -> Result:
+    """Time an iteration's programs, trace them, and compare them with `plan`."""
+    return with_iterations(given, Iterations, partial(measured, given))
+
+
+def measured(given: Given, iterations: Iterations, tried: Tried) -> Result:
     """Time and trace iterations."""
     work = tried.work
-    iterations.begin_state()
     compiled = iterations.run(0)
     seen, stats = [], []
     for number in range(1, 1 + work.repeats):

@@ -35,7 +35,7 @@ GPUS = {"H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12), "A100": (312e12, 2.
 
 
 class Expected(NamedTuple):
-    """What a rate should be."""
+    """A rate that devices of a kind reach, and who says so."""
 
     rate: float
     source: str

@@ -19,7 +19,7 @@ Result = tuple[list[Finding], dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What a user asked of `first`."""
+    """The flags of `first`."""
 
     out: Path
     minutes: float
@@ -46,7 +46,7 @@ class Stage(NamedTuple):
     name: str
     title: str
     share: float
-    """Of the minutes."""
+    """Part of the minutes that it may take."""
     run: Callable[[Given], Result]
     """Called in all processes. The first one's figures are kept, and all that is not ok in any."""
 
@@ -57,7 +57,7 @@ class Stage(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What is kept of a stage that has ended."""
+    """Findings and figures of a stage that has ended."""
 
     stage: str
     seconds: float

@@ -64,6 +64,7 @@ def spans_of(tokens: int, rows: list[list[tuple[int, list[int]]]]) -> Spans:
             for length in responses:
                 here, at = slice(at, at + length), at + length
                 starts[b, here], ends[b, here], own[b, here] = first, first + prompt, here.start
+        assert at <= tokens
     return cast(Any, Spans)(starts, ends, own)
 
 

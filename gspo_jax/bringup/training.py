@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.bench import Iterations
-from gspo_jax.bringup.programs import over_memory, trying
+from gspo_jax.bringup.programs import Tried, with_iterations
 from gspo_jax.bringup.stages import FAILED, OK, WARNING, Given, Result
 from gspo_jax.doctor import Finding
 from gspo_jax.parallel import mesh as mesh_lib
@@ -49,24 +49,18 @@ class Learning(Iterations):
 
 def run(given: Given) -> Result:
     """Train, and judge what the metrics say."""
-    with trying(given) as tried:
-        mesh = mesh_lib.make_mesh(tried.work.mesh)
-        with jax.set_mesh(mesh):
-            iterations = Learning(tried.work, tried.model, mesh, begin=False)
-            if found := over_memory(iterations.engine, tried):
-                return found, {"model": tried.says}
-            iterations.begin_state()
-            rows: list[dict[str, Any]] = []
-            for number in range(ITERATIONS):
-                seconds = iterations.run(number)["iteration"]
-                first, last = (
-                    {name: _number(of.get(name)) for name in KEPT}
-                    for of in iterations.measured[:: len(iterations.measured) - 1]
-                )
-                rows.append(
-                    {"reward": float(iterations.rewards.mean()), "seconds": seconds, "first": first, "last": last}
-                )
-            memory = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return with_iterations(given, Learning, learned)
+
+
+def learned(iterations: Learning, tried: Tried) -> Result:
+    """Train for ITERATIONS."""
+    rows: list[dict[str, Any]] = []
+    for number in range(ITERATIONS):
+        seconds = iterations.run(number)["iteration"]
+        ends = iterations.measured[0], iterations.measured[-1]
+        first, last = ({name: _number(of.get(name)) for name in KEPT} for of in ends)
+        rows.append({"reward": float(iterations.rewards.mean()), "seconds": seconds, "first": first, "last": last})
+    memory = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     figures = {"model": tried.says, "iterations": rows, "peak_bytes": memory}
     return judged(rows, tried.work.dtype, memory, tried.memory), figures
 

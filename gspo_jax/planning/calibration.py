@@ -21,7 +21,7 @@ from gspo_jax.errors import UserError
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.planning.hlo import Module
 from gspo_jax.planning.rates import FIGURES, LATENCIES, Rates, assumed
-from gspo_jax.planning.topology import CHIPS, KINDS, Torus, coordinates, wraps
+from gspo_jax.planning.topology import CHIPS, KINDS, torus_of
 
 SIDES = {"cpu": (512, 1024, 2048), "accelerator": (2048, 4096, 8192)}
 """Sides of the square matrices."""
@@ -158,9 +158,7 @@ def _longest_way(group: Iterable[Any], devices: Iterable[Any]) -> int:
     members, every = list(group), list(devices)
     if every[0].platform != "tpu":
         return len(members) // 2
-    at = coordinates(every)
-    sides = tuple((at.max(axis=0) + 1).tolist())
-    return Torus(at, sides, wraps(generation(every[0]), sides)).hops([[every.index(device) for device in members]])
+    return torus_of(generation(every[0]), every).hops([[every.index(device) for device in members]])
 
 
 def kernel_overheads(device: Any, *, interpret: bool = False) -> tuple[float, float]:

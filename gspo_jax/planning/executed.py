@@ -22,7 +22,7 @@ from gspo_jax.kernels import (
 from gspo_jax.kernels.row_sums_tpu import ROW_SUMS
 from gspo_jax.planning import loads as loads_lib
 from gspo_jax.planning.cost_records import Cost, Costs, KernelCall, OpWork
-from gspo_jax.planning.costs import Kernels
+from gspo_jax.planning.costs import CostedProgram, Kernels
 from gspo_jax.planning.rates import Rates
 from gspo_jax.planning.setting import Setting
 from gspo_jax.planning.topology import Chip
@@ -31,6 +31,12 @@ GROUPED: tuple[str, ...] = ("grouped_matmul", "grouped_outer")
 """Name prefixes."""
 ATTENTION: tuple[str, ...] = ("packed_", "paged_attention", delta_rule_tpu.NAME)
 """Name prefixes."""
+
+
+def costed(setting: Setting, name: str, text: str) -> CostedProgram:
+    """Return a program of the run with its cost model."""
+    work = {"kernels": kernels(setting, name), "passes": passes(setting, name)}
+    return CostedProgram(text, filled=filled(setting, name), machine=setting.machine, **work)  # pyright: ignore[reportArgumentType]
 
 
 def kernels(setting: Setting, name: str) -> Kernels:

@@ -227,6 +227,13 @@ def coordinates(devices: Iterable[Any]) -> Int[np.ndarray, "devices 4"]:
     return np.array([(*device.coords, device.core_on_chip) for device in devices])
 
 
+def torus_of(kind: str, devices: Sequence[Any]) -> Torus:
+    """Return the torus of attached devices of a generation, which are a whole slice."""
+    at = coordinates(devices)
+    sides = tuple((at.max(axis=0) + 1).tolist())
+    return Torus(at, sides, wraps(kind, sides))
+
+
 def torus(name: str, mesh: Mesh) -> Torus:
     """Return the torus of the slice, or of each of several, with devices in the mesh's order."""
     kind = generation(name)

@@ -73,12 +73,18 @@ class Seen:
 
 
 def compiled_programs() -> dict[str, dict[str, str]]:
-    """Return the programs that this process has compiled and still holds. Programs of one name are merged."""
+    """Return the operations' scopes of `compiled_texts` by program. Programs of one name are merged."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
+    for name, text in compiled_texts():
+        found[name].update(operations_of(text))
+    return dict(found)
+
+
+def compiled_texts() -> Iterator[tuple[str, str]]:
+    """Yield name and compiled text of each program that this process has compiled and still holds."""
     for executable in jax.local_devices()[0].client.live_executables():
         for module in executable.hlo_modules():
-            found[module.name].update(operations_of(module.to_string()))
-    return dict(found)
+            yield module.name, module.to_string()
 
 
 def operations_of(text: str) -> dict[str, str]:

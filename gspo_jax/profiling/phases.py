@@ -78,7 +78,10 @@ class Trace:
         self._lock, self._error = threading.Lock(), ""
         self._seconds: float | None = None
         self._begun = time.perf_counter()
-        jax.profiler.start_trace(self._folder, profiler_options=options)
+        try:
+            jax.profiler.start_trace(self._folder, profiler_options=options)
+        except RuntimeError as error:  # another trace of this process runs
+            self._seconds, self._error = 0.0, str(error)
         self._timer = threading.Timer(seconds, self._end)
         self._timer.daemon = True
         self._timer.start()
@@ -139,12 +142,13 @@ class PhaseTraces:
         self._iteration = iteration
 
     def start(self, phase: str) -> None:
-        """Trace a phase that begins, the first of its name in an iteration of the span in which a device works."""
-        name = f"iteration-{self._iteration}-{phase}"
-        wanted = phase in TRACED and self.span.first <= self._iteration <= self.span.last
-        if wanted and name not in self._done:
-            self._done[name] = {}
-            self._running = name, Trace()
+        """Trace a phase that begins, in an iteration of the span.
+
+        Of several of one name in an iteration the last one in which a device works is kept. Whether one is traced does
+        not depend on what is seen, which differs between processes that have to meet.
+        """
+        if phase in TRACED and self.span.first <= self._iteration <= self.span.last:
+            self._running = f"iteration-{self._iteration}-{phase}", Trace()
 
     def stop(self) -> None:
         """End the trace of the phase that ends, if there is one.
@@ -158,15 +162,12 @@ class PhaseTraces:
         seconds, seen = trace.stop(self.folder / _SESSIONS / name, name=f"process-{self._process}")
         if seen.devices:
             self._done[name], self.seen[name] = {"seconds": seconds, **seen.facts(MOST)}, seen
-        else:  # it only waited, and begins again
-            del self._done[name]
 
     def conclude(self) -> list[str]:
         """Write the tables of operations once the last iteration is traced. Return lines about them."""
-        found = {name: facts for name, facts in self._done.items() if facts}
-        if not found or self._iteration < self.span.last:
+        if not self._done or self._iteration < self.span.last:
             return []
-        self._done = {}
+        found, self._done = self._done, {}
         if self._process == 0:
             (self.folder / _FACTS_FILE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             (self.folder / OPERATIONS_FILE).write_text(page(found), encoding="utf-8")

@@ -11,12 +11,13 @@ import tempfile
 import jax
 import pytest
 
-from gspo_jax.bringup import planned, programs, shapes
+from gspo_jax.bringup import planned, programs, recipe, shapes
 from gspo_jax.engine import build
 from gspo_jax.planning import programs as programs_lib
 from gspo_jax.planning import rates, topology
 from gspo_jax.planning.ahead import compile_ahead
 from gspo_jax.profiling.operations import Operation, operations_of
+from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.players import make_stop_rule
 from tests import ahead
@@ -25,8 +26,13 @@ NAMES = ("update", "sample_decode")
 
 
 def figures(target: str) -> dict:
-    """Return, of two programs, seconds by `planned` and by `plan`, and the shares of names that both know."""
+    """Return, of two programs, seconds by `planned` and `executed`, and the share of their names in the text.
+
+    What `first` would run on the slice is checked, too, as `plan` does it.
+    """
     mesh = topology.topology_mesh(target, {"fsdp": -1, "expert": 2})
+    whole = recipe.get_config(target.replace(":", "-"))
+    make_meshes(whole, check(whole), topology.topology_mesh(target, dict(whole.mesh)))
     work = programs.workload_of(pathlib.Path(), shapes.SMALL, "cpu", mesh.size)
     config, found = work.config, {}
     stop = make_stop_rule(config, eos_ids=(), pad_id=0)

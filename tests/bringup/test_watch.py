@@ -121,19 +121,13 @@ def test_two_processes_write_one_page(command: Callable[..., dict[str, Any]], tm
 FAULTS = """
     import sys
     if "gspo_jax.bringup.worker" in sys.orig_argv:
-        import jax.numpy as jnp
+        import types
         from gspo_jax.bringup import catalogue, kernels
-        from gspo_jax.kernels import grouped_matmul
         from gspo_jax.planning import calibration
+        from tests.bringup.test_kernels import planted
 
-        right, every = grouped_matmul._products, kernels.tried
-
-        def wrong(rows, weights, group_sizes, likely):
-            most, total = group_sizes.max(), group_sizes.sum()
-            factor = jnp.where((10 * most > 3 * total) & (most < total), 1.01, 1.0)
-            return tuple((y * factor).astype(y.dtype) for y in right(rows, weights, group_sizes, likely))
-
-        grouped_matmul._products = wrong
+        planted(types.SimpleNamespace(setattr=setattr))
+        every = kernels.tried
         kernels.tried = lambda: every(only=("grouped matmul",))
         calibration.LARGE, calibration.SIDES = {"cpu": 2**22}, {"cpu": (256,)}
         calibration.SENT, calibration.LOOP_S, calibration.MATMUL_S = {"cpu": 2**12}, 0.02, 0.02

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from gspo_jax.bringup import token_kernels
 from gspo_jax.kernels.attention import causal_attention
 from gspo_jax.kernels.packed_attention import Spans, masked_attention, packed_attention
 from gspo_jax.models.transformer import REMATS
@@ -27,19 +28,8 @@ PACKINGS = {
 
 
 def spans_of(tokens, rows):
-    """Return the spans of rows with the given groups."""
-    starts, ends = np.zeros((2, len(rows), tokens), np.int32)
-    own = np.tile(np.arange(1, tokens + 1, dtype=np.int32), (len(rows), 1))
-    for b, groups in enumerate(rows):
-        at = 0
-        for prompt, responses in groups:
-            first, at = at, at + prompt
-            own[b, first:at] = first
-            for length in responses:
-                here, at = slice(at, at + length), at + length
-                starts[b, here], ends[b, here], own[b, here] = first, first + prompt, here.start
-        assert at <= tokens
-    return Spans(*(jnp.asarray(x) for x in (starts, ends, own)))
+    """Return the spans of rows with the given groups, on the device."""
+    return Spans(*(jnp.asarray(x) for x in token_kernels.spans_of(tokens, rows)))
 
 
 def seen_by(spans):

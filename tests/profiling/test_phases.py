@@ -54,7 +54,7 @@ def test_traces(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None
     work()
     for iteration in (1, 2, 3):
         traces.begin(iteration)
-        for phase, works in (("sample", False), ("data", False), ("sample", True), ("update", True)):
+        for phase, works in (("sample", False), ("data", False), ("sample", True), ("sample", False), ("update", True)):
             traces.stop()
             traces.start(phase)
             assert traces.running == (iteration == 2 and phase != "data")
@@ -110,3 +110,16 @@ def test_a_folder_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
     work()
     with pytest.raises(OSError):  # the profiler is free again
         traces.stop()
+
+
+def test_beside_another_trace_of_the_process(tmp_path: pathlib.Path) -> None:
+    """It is lost, and said to be, when its phase ends: no process stops sooner than another."""
+    with jax.profiler.trace(str(tmp_path / "other")):
+        traces = PhaseTraces(tmp_path / "profile", Span(1, 1))
+        traces.begin(1)
+        traces.start("update")
+        assert traces.running
+        work()
+        with pytest.raises(OSError, match="one profile"):
+            traces.stop()
+    assert list((tmp_path / "other").rglob("*.xplane.pb"))
