@@ -85,12 +85,14 @@ def main(given: Given, status: Path, *, again: bool) -> int:
             stages.forget(given.out, name)
         return [name for name in found if name not in kept]
 
-    names = processes.ask_first(left)
+    names, spare = processes.ask_first(left), 0.0
     for stage in catalogue.STAGES:
         if stage.name not in names:
             continue
-        tell(status, stage=stage.name, limit=stage.limit_s(given))
+        limit = stage.limit_s(given) + spare
+        tell(status, stage=stage.name, limit=limit)
         record = run(stage, given, here)
+        spare = max(0.0, limit - record.seconds)
         if processes.is_first():
             record.write(given.out)
             print(f"{stage.title}: {record.state}, {record.seconds:.0f} s", flush=True)

@@ -14,6 +14,9 @@ from gspo_jax.kernels.dense_matmul import matmul
 from gspo_jax.kernels.grouped_matmul import Kept
 from gspo_jax.parallel.mesh import manual_axes, on_shards
 
+_WHOLE = 64
+"""Tokens of a chunk of logits are a multiple of it, or all that one may have."""
+
 
 class KeptIds(NamedTuple):
     """Ids whose log-probs are wanted beside each target's, from a `types.KeptRecord`."""
@@ -228,8 +231,9 @@ def _shifted(top: Array, z: Array, weighted: Array, picked: list[Array]) -> _Sum
 def _chunks(shape: tuple[int, ...], chunk: int) -> tuple[Any, Any]:
     """Return functions that split arrays [B, T, …] of a tree into chunks [C, B, width, …], and that join them."""
     B, T = shape
-    width = max(1, min(T, chunk // B))
-    chunks = -(-T // width)
+    most = max(1, min(T, chunk // B))
+    chunks = -(-T // most)
+    width = min(most, -(-T // (chunks * _WHOLE)) * _WHOLE)  # of equal lengths, so that little is filled up
 
     def split(x: Array) -> Array:
         x = jnp.pad(x, ((0, 0), (0, chunks * width - T)) + ((0, 0),) * (x.ndim - 2))

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 from gspo_jax import first
+from gspo_jax.bringup import catalogue, worker
+from gspo_jax.bringup.stages import Given, Stage
 from tests.pods import ROOT, free_port
 
 STAGES = """
@@ -116,6 +118,19 @@ def test_two_processes_write_one_page(command: Callable[..., dict[str, Any]], tm
     assert sorted((tmp_path / "first" / "ran").read_text().split()) == ["0", "1"]
     record = json.loads((tmp_path / "first" / "stages" / "fine.json").read_text())
     assert record["figures"] == {"devices": 2} and record["machine"]["processes"] == 2
+
+
+def test_a_stage_may_take_what_the_ones_before_it_left(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    told = []
+
+    def look(given: Given) -> tuple[list[Any], dict[str, Any]]:
+        told.append(json.loads((tmp_path / "status.json").read_text())["limit"])
+        return [], {}
+
+    monkeypatch.setattr(catalogue, "STAGES", tuple(Stage(name, name, 0.25, look) for name in ("a", "b", "c")))
+    given = Given(tmp_path, minutes=2, model="", devices=1)
+    assert worker.main(given, tmp_path / "status.json", again=False) == 0
+    assert told == pytest.approx([30, 60, 90], abs=1)
 
 
 FAULTS = """

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gspo_jax.kernels import grouped_matmul as gm
 from gspo_jax.kernels.attention import SlotRows, causal_attention, decode_attention
-from gspo_jax.kernels.logprobs import KeptIds, log_softmax_at, token_logprobs
+from gspo_jax.kernels.logprobs import KeptIds, _chunks, log_softmax_at, token_logprobs
 from gspo_jax.models.cache import stored
 from gspo_jax.parallel import mesh as mesh_lib
 from tests.tiny import mostly_slow
@@ -235,6 +235,14 @@ def test_chunked_logprobs_equal_whole_ones(chunk):
     (found, found_gradients), (expected, gradients) = (with_gradients(f, hidden, head) for f in (ours, whole))
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), found, expected)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4), found_gradients, gradients)
+
+
+def test_chunks_are_of_equal_lengths():
+    split, join = _chunks((1, 2176), 512)
+    x = jnp.arange(2176)[None]
+    assert split(x).shape == (5, 1, 448)
+    np.testing.assert_array_equal(join(split(x)), x)
+    assert _chunks((8, 4096), 4096)[0](jnp.zeros((8, 4096))).shape == (8, 8, 512)
 
 
 @pytest.mark.parametrize(("chunk", "shards"), [(6, 1), (1000, 2)])
