@@ -56,13 +56,23 @@ check_place() {
 # check_config: with --dry-run, checks the trainer's flags and config as far as this machine can, if the project is installed here.
 check_config() {
   if [ -z "$dry" ]; then return; fi
-  if ! .venv/bin/python -c 'import gspo_jax' 2>/dev/null; then
+  if is_here; then
+    check_for "$slices" || exit
+  else
     echo "note: the config is not checked, as .venv is missing here; bash launch/local.sh makes it" >&2
-    return
   fi
+}
+
+# Succeeds if the project is installed on this machine.
+is_here() {
+  .venv/bin/python -c 'import gspo_jax' 2>/dev/null
+}
+
+# check_for SLICES: checks the trainer's flags and config for so many slices, or for any machine without --type.
+check_for() {
   local where=${type:-0}
-  if [ "$slices" -gt 1 ]; then where=${slices}x$where; fi
-  JAX_PLATFORMS=cpu .venv/bin/python -m gspo_jax.train "${train[@]}" --check_for="$where" >&2 || exit
+  if [ "$1" -gt 1 ]; then where=${1}x$where; fi
+  JAX_PLATFORMS=cpu .venv/bin/python -m gspo_jax.train "${train[@]}" --check_for="$where" >&2
 }
 
 # Of a slice as `plan --topology` names it, prints the accelerator type, which counts TensorCores on v4, v5p and tpu7x, else chips.

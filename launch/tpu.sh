@@ -13,10 +13,12 @@
 #   exec      -- COMMAND …                             runs a command on all workers, in the repository there
 #   stop                                               saves and stops the run on all workers; babysit then ends, too
 #   delete                                             releases the TPUs
-#   babysit   the flags of create, setup and run, [--tries=N] [--poll=SECONDS]
+#   babysit   the flags of create, setup and run, [--tries=N] [--poll=SECONDS] [--elastic=MINUTES]
 #             does all of that until the run is finished, and then deletes the TPUs. After a preemption it requests new TPUs, and the
 #             run resumes from its newest checkpoint. Gives up after N consecutive attempts (default 5) without a new checkpoint,
-#             and if the run fails for good: wrong input, or diverged
+#             and if the run fails for good: wrong input, or diverged. With --elastic, a run with a checkpoint whose slices are not
+#             active MINUTES after they were requested goes on with one less (or the next number that the config fits), with the
+#             same global batch. After the next preemption it requests all of them again
 #
 # --dry-run prints the commands, as they can be pasted, and runs nothing but a check of the config on this machine, by its fields and
 # mesh; gspo-jax plan tells whether it fits. docs/tpu.md is the full guide. Several slices form one run: a queued resource passes the MEGASCALE_ variables to its VMs as metadata
@@ -36,6 +38,8 @@ gcloud_flags=()
 environment=() # environment variables of the run, NAME=VALUE
 poll=60
 tries=5
+elastic='' # minutes
+fits=()    # with it: smaller numbers of slices that the config fits, from the largest on
 node=0
 worker=0
 remote=() # command of exec
@@ -50,6 +54,7 @@ read_flags() {
       --env=[A-Z_]*=*) environment+=("${1#*=}") ;;
       --poll=*) poll=${1#*=} ;;
       --tries=*) tries=${1#*=} ;;
+      --elastic=?*) elastic=${1#*=} ;;
       --node=*) node=${1#*=} ;;
       --worker=*) worker=${1#*=} ;;
       --help | -h) show_help launch/tpu.sh && exit 0 ;;
@@ -77,13 +82,41 @@ check_flags() {
       if [ -n "$flex" ]; then require_form --flex-start "$flex" '[1-9][0-9]*[dhm]' "give the longest duration, such as --flex-start=10h"; fi
       ;;
   esac
+  if [ -n "$elastic" ]; then check_elastic "$1"; fi
   case $1 in
     run | babysit) check_train && check_config ;;
     *) if [ ${#train[@]} -gt 0 ]; then refuse "$1 takes no ${train[0]}; only run and babysit do"; fi ;;
   esac
   case $1 in push | babysit) require_tree ;; esac
+  if [ -n "$elastic" ]; then check_fewer; fi
   if [ "$1" = exec ] && [ ${#remote[@]} = 0 ]; then refuse "exec has no command; give one after --, such as -- uptime"; fi
   if [ "$1" != exec ] && [ ${#remote[@]} -gt 0 ]; then refuse "$1 takes no command after --; only exec does"; fi
+}
+
+# check_elastic COMMAND: checks --elastic by itself.
+check_elastic() {
+  if [ "$1" != babysit ]; then refuse "$1 takes no --elastic=$elastic; only babysit does"; fi
+  require_form --elastic "$elastic" '[1-9][0-9]{0,3}' "give minutes, such as --elastic=30"
+  if [ "$slices" = 1 ]; then refuse "--elastic=$elastic has no slice to go on without; request several, such as --slices=2, or leave it out"; fi
+}
+
+# Sets `fits`. Without the project on this machine, a dry run takes the config to fit any number of slices.
+check_fewer() {
+  local count said here='' why=''
+  if is_here; then
+    here=yes
+  elif [ -z "$dry" ]; then
+    refuse "--elastic=$elastic needs .venv on this machine to check the config for fewer slices; make it with bash launch/local.sh"
+  fi
+  if [ -z "$dry" ]; then check_for "$slices" || exit; fi
+  for ((count = slices - 1; count > 0; count--)); do
+    if [ -z "$here" ] || said=$(check_for "$count" 2>&1); then
+      fits+=("$count")
+    else
+      why="for $count: ${said##*error: }"
+    fi
+  done
+  if [ ${#fits[@]} = 0 ]; then refuse "--elastic=$elastic finds no smaller number of slices that the config fits; $why"; fi
 }
 
 # resources COMMAND ARGUMENT …: runs gcloud's queued-resources command in the project and zone.
@@ -215,21 +248,63 @@ restart() {
   begin || log "the run could not be started"
 }
 
+# Counts a request that failed as an attempt, unless fewer slices will be requested.
+count_request() {
+  if ! can_shrink; then count_attempt; fi
+}
+
+# Prints the next smaller number of slices that the config fits, or nothing.
+fewer() {
+  local count
+  for count in ${fits[@]+"${fits[@]}"}; do
+    if [ "$count" -lt "$slices" ]; then echo "$count" && return; fi
+  done
+}
+
+# Succeeds if the run can go on with fewer slices: with --elastic, and from a checkpoint.
+can_shrink() {
+  [ -n "$(fewer)" ] && [ -n "$(newest_checkpoint)" ]
+}
+
+# Succeeds if requested TPUs have not become ACTIVE in time, and the run can go on with fewer slices.
+is_late() {
+  [ -n "$elastic" ] && [ -n "$requested" ] && [ $(($(date +%s) - requested)) -ge $((60 * elastic)) ] && can_shrink
+}
+
+# Has fewer slices requested from now on.
+shrink() {
+  log "$name was not ACTIVE within $elastic minutes: $(fewer) of $most slices are requested instead of $slices"
+  slices=$(fewer) requested=''
+}
+
+release() {
+  if ! resources delete "$name" --force --quiet; then log "$name could not be deleted" && return 1; fi
+}
+
 # check_and_act: one round of babysitting. Looks at the TPUs and the run, does what is due, and succeeds once the run is finished.
 last=''
+requested='' # when so many slices were first requested, in seconds since 1970, unless they were ACTIVE since
+most=''      # slices to request after a preemption
 check_and_act() {
   local now seen
   now=$(state) || return 1 # no answer: try again in the next round
   if [ "$now" != "$last" ]; then log "$name is $now" && last=$now; fi
   case $now in
     NONE)
-      if ! create; then log "$name could not be created" && count_attempt; fi
+      if is_late; then shrink; fi # earlier requests have failed
+      requested=${requested:-$(date +%s)}
+      if ! create; then log "$name could not be created" && count_request; fi
+      ;;
+    CREATING | ACCEPTED | PROVISIONING | WAITING_FOR_RESOURCES)
+      requested=${requested:-$(date +%s)}
+      if is_late && release; then shrink; fi
       ;;
     SUSPENDED | FAILED) # preempted, or the request failed
-      if [ "$now" = FAILED ]; then count_attempt; fi
-      resources delete "$name" --force --quiet || log "$name could not be deleted"
+      if [ "$now" = FAILED ]; then count_request; fi
+      release
       ;;
     ACTIVE)
+      slices=$most requested=''
       seen=$(run_status) || return 1 # workers stop answering before the preemption shows
       case $seen in
         *': failed for good'*)
@@ -248,7 +323,7 @@ check_and_act() {
         *': finished'*) return ;;
       esac
       ;;
-    *) ;; # being created or deleted
+    *) ;; # being deleted
   esac
   return 1
 }
@@ -263,10 +338,17 @@ babysit() {
     run_status
     echo "# if the run has not been started on them, was saved before a preemption that did not come, or has failed:"
     begin
+    if [ -n "$elastic" ]; then
+      echo "# if they are not ACTIVE $elastic minutes after they were requested, and the run has a checkpoint, with fewer slices; the config fits ${fits[*]}:"
+      release
+      slices=${fits[0]}
+      create
+    fi
     echo "# if they were preempted or could not be created, and at the end:"
-    resources delete "$name" --force --quiet
+    release
     return
   fi
+  most=$slices
   state >/dev/null # a wrong project, zone or account fails here
   until check_and_act; do sleep "$poll"; done
   log "the run is finished"

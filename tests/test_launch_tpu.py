@@ -84,6 +84,8 @@ PUSH = [
 CREATE = "create gspo --accelerator-type={} --runtime-version={} {}"
 ONE_SLICE = resources(CREATE.format("v5p-128", "v2-alpha-tpuv5", "--node-id=gspo"))
 
+SLICES = resources(CREATE.format("v5p-128", "v2-alpha-tpuv5", "--node-count={} --node-prefix=gspo"))
+
 
 @pytest.mark.parametrize(
     "flags, created",
@@ -139,6 +141,11 @@ def test_create(root, flags, created):
             "babysit",
             [*RUN, "--type=v5p-128"],
             [STATE, ONE_SLICE, STATUS, END, *PUSH, SETUP, START, DELETE],
+        ),
+        (
+            "babysit",
+            [*RUN, "--type=v5p-128", "--slices=3", "--elastic=30"],
+            [STATE, SLICES.format(3), STATUS, END, *PUSH, SETUP, START, DELETE, SLICES.format(2), DELETE],
         ),
     ],
 )
@@ -340,6 +347,20 @@ GKE = [*PLACE, "--cluster=pods", "--type=v5p-128", *RUN]
         ("tpu.sh", ["run", *PLACE, RUN[1]], "--config= is missing"),
         ("tpu.sh", ["setup", *PLACE, "--fetch=Qwen3"], "unexpected --fetch=Qwen3"),
         ("tpu.sh", ["babysit", *PLACE, *RUN, "--type=v5p-8", "--tries=0"], "--tries=0 is not valid"),
+        (
+            "tpu.sh",
+            ["create", *PLACE, "--type=v5p-8", "--elastic=30"],
+            "create takes no --elastic=30; only babysit does",
+        ),
+        *(
+            ("tpu.sh", ["babysit", *PLACE, *RUN, "--type=v5p-8", *flags], says)
+            for flags, says in (
+                (["--slices=2", "--elastic"], "unexpected --elastic; bash launch/tpu.sh --help lists"),
+                (["--slices=2", "--elastic=30m"], "--elastic=30m is not valid; give minutes, such as --elastic=30"),
+                (["--slices=2", "--elastic=0"], "--elastic=0 is not valid"),
+                (["--elastic=30"], "has no slice to go on without; request several, such as --slices=2"),
+            )
+        ),
         ("tpu.sh", ["exec", *PLACE], "exec has no command"),
         ("tpu.sh", ["stop", *PLACE, "--", "uptime"], "stop takes no command after --"),
         ("tpu.sh", ["stop", *PLACE], "gcloud is not installed; see https://cloud.google.com/sdk"),
@@ -379,18 +400,28 @@ esac
 """A stub gcloud that answers from files and logs how it was called."""
 
 
-def babysit(root: Path, *, states: str, statuses: str, checkpoints: str = "", created: str = "yes", tries: int = 5):
+def babysit(
+    root: Path,
+    *more: str,
+    states: str,
+    statuses: str,
+    checkpoints: str = "",
+    created: str = "yes",
+    tries: int = 5,
+    poll: int = 0,
+):
     """Run babysit against the stub to its end; return the actions taken, abbreviated, and the finished process."""
     play = root / "play"
     play.mkdir()
     for name, lines in {"states": states, "statuses": statuses, "created": created}.items():
         (play / name).write_text("".join(f"{word.replace('~', ' ')}\n" for word in lines.split()))
     newest = [f"gs://bucket/run/checkpoints/{step}/" for step in checkpoints.split()] or [""]
+    (play / "calls").touch()
     (play / "checkpoints").write_text("".join(f"{line}\n" for line in newest))
     _script(root / "bin" / "gcloud", PLAYER)
     (root / "bin" / "git").unlink()
     _script(root / "bin" / "git", "")
-    flags = [*PLACE, *RUN, "--type=v5p-128", "--spot", "--poll=0", f"--tries={tries}"]
+    flags = [*PLACE, *RUN, "--type=v5p-128", "--spot", f"--poll={poll}", f"--tries={tries}", *more]
     done = _bash(root, 'bash launch/tpu.sh babysit "$@"', *flags, PLAY=str(play))
     calls = (play / "calls").read_text()
     short = {"create gspo": "create", "delete gspo": "delete", "worker.sh start": "start", "worker.sh setup": "setup"}
@@ -425,6 +456,71 @@ def test_a_preempted_run_gets_new_machines_and_resumes(root):
         )
     ]
     assert told[-1] == "the run is finished"
+
+
+def elastic(root: Path, states: str, *, fits: str = "*", **given):
+    """Babysit four slices that have to be ACTIVE in two minutes, one minute a round.
+
+    `fits` is a shell pattern of the places, such as "3xv5p-128", that the config is valid for. Returns the process, its
+    actions, with the numbers of slices in place of "create", and how many places were checked.
+    """
+    refuses = 'echo "error: not on $place; use another" >&2; exit 2'
+    checks = f'echo "$place" >>places; case $place in {fits}) ;; *) {refuses} ;; esac'
+    _script(
+        root / ".venv" / "bin" / "python",
+        f"case $* in *--check_for=*) place=${{!#}}; place=${{place##*=}}; {checks} ;; esac",
+    )
+    for tool in ("date", "sleep"):
+        (root / "bin" / tool).unlink()
+    (root / "clock").write_text("1000")
+    clock = shlex.quote(str(root / "clock"))
+    _script(root / "bin" / "date", f'case $1 in +%s) read -r now <{clock}; echo "$now" ;; *) echo 12:00:00 ;; esac')
+    _script(root / "bin" / "sleep", f"read -r now <{clock}; echo $((now + $1)) >{clock}")
+    given = {"statuses": "a:~finished", "checkpoints": "20"} | given
+    did, done = babysit(root, "--slices=4", "--elastic=2", states=f"NONE {states}", poll=60, **given)
+    calls = [call for call in (root / "play" / "calls").read_text().splitlines() if "queued-resources create" in call]
+    counts = iter(int(found[1]) if (found := re.search(r"--node-count=(\d)", call)) else 1 for call in calls)
+    return done, [next(counts) if word == "create" else word for word in did]
+
+
+LATE = "NONE CREATING WAITING_FOR_RESOURCES DELETING"
+"""A request that is deleted after two minutes."""
+SLOW = "NONE CREATING CREATING ACTIVE"
+"""One that takes longer and is waited for."""
+
+
+@pytest.mark.parametrize(
+    ("states", "given", "actions"),
+    [
+        (  # three slices are too many as well, two have no mesh, and all are requested again after the next preemption
+            f"SUSPENDED {LATE} {LATE} {SLOW} SUSPENDED NONE ACTIVE",
+            {"fits": "4x*|3x*|v5p*", "statuses": "a:~running a:~finished"},
+            ["delete", 4, "delete", 3, "delete", 1, "delete", 4, "delete"],
+        ),
+        (f"SUSPENDED {SLOW}", {"checkpoints": ""}, ["delete", 4, "delete"]),  # nothing to go on from
+        (  # requests that fail are repeated until then, beyond --tries
+            "SUSPENDED NONE NONE FAILED NONE ACTIVE",
+            {"created": "no no no no yes", "tries": 1},
+            ["delete", 4, 4, "delete", 3, "delete"],
+        ),
+    ],
+)
+def test_a_run_goes_on_with_fewer_slices(root, states, given, actions):
+    done, did = elastic(root, states, **given)
+    assert done.returncode == 0, done.stderr
+    assert did == actions
+    assert (root / "places").read_text().split() == ["4xv5p-128", "3xv5p-128", "2xv5p-128", "v5p-128"]
+
+
+def test_a_config_without_fewer_slices_is_refused_before_anything_is_requested(root):
+    done, did = elastic(root, "NONE", fits="4x*")
+    sentence = (
+        "--elastic=2 finds no smaller number of slices that the config fits; for 1: not on v5p-128; use another\n"
+    )
+    assert done.returncode == 2 and did == [] and done.stderr.endswith(f"error: {sentence}")
+    shutil.rmtree(root / ".venv")
+    done = launch(root, "tpu.sh", "babysit", *PLACE, *RUN, "--type=v5p-128", "--slices=4", "--elastic=2")
+    assert "needs .venv on this machine to check the config for fewer slices; make it with bash" in done.stderr
 
 
 def test_a_run_under_way_is_only_watched(root):

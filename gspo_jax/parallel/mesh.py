@@ -91,7 +91,7 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
     if slices < 2:
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     else:
-        check_divides("mesh.data", shape[0], "the number of slices", slices)
+        check_slices(shape[0], slices)
         inner, outer = (shape[0] // slices, *shape[1:]), (slices, 1, 1, 1)
         grid = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
     return Mesh(grid, AXES, axis_types=axis_types)
@@ -105,6 +105,11 @@ def reshaped(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
 def batch_shards(sizes: Mapping[str, int]) -> int:
     """Return the number of batch shards for resolved axis sizes."""
     return math.prod(sizes[axis] for axis in BATCH_AXES)
+
+
+def check_slices(data: int, slices: int) -> None:
+    """Raise UserError unless every slice has the same number of whole shards of the axis `data`."""
+    check_divides("mesh.data", data, "the number of slices", slices)
 
 
 def check_divides(what: str, size: int, by: str, parts: int) -> None:

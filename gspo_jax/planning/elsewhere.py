@@ -29,7 +29,7 @@ def check_for(config: ConfigDict, where: str, words: Sequence[str]) -> str:
     slices, count = int(match[1] or 1), int(match[3] or 0)
     kind, chips = named or ("v5e" if count <= 256 else "v5p", count)
     devices = slices * chips * (topology.CHIPS[kind].chiplets if named else 1)
-    left = check_elsewhere(config, devices=devices)
+    left = check_elsewhere(config, devices=devices, slices=slices)
     place = f" for {where}, {topology.counted(kind, devices)}" if named else f" for {count} devices" if count else ""
     says = f"the config is valid{place}: fields and mesh only"
     if left:

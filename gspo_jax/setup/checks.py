@@ -57,7 +57,7 @@ def check(config: ConfigDict, *, count_devices: Callable[[], int] | None = None)
     return model
 
 
-def check_elsewhere(config: ConfigDict, *, devices: int) -> list[str]:
+def check_elsewhere(config: ConfigDict, *, devices: int, slices: int = 1) -> list[str]:
     """Check a config for a run on another machine with `devices` (0: unknown). Return what could not be checked.
 
     `model.folder`, `data.folder` and servers' keys may be missing here.
@@ -95,6 +95,7 @@ def check_elsewhere(config: ConfigDict, *, devices: int) -> list[str]:
     if -1 in sizes.values():
         left.append("the mesh, which takes the remaining devices")
     else:
+        mesh_lib.check_slices(sizes["data"], slices)
         meshes.check_sizes(config, model, sizes)
     return left
 

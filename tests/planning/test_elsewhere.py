@@ -41,6 +41,14 @@ def test_what_was_checked_and_the_plan_of_the_rest(where, given, says, then):
     assert words == ([] if then is None else ["-m", "gspo_jax.plan", *then])
 
 
+def test_slices_share_the_data_axis_as_on_the_machine():
+    """Of three, one would have two thirds of a shard."""
+    config = cli.read_config(["--config=tiny", "--config.mesh.data=2", "--config.mesh.fsdp=-1"])
+    with pytest.raises(UserError, match=r"^mesh.data 2 is not divisible by the number of slices = 3; use 3"):
+        elsewhere.check_for(config, "3xv5e-8", [])
+    assert "valid for 2xv5e-8" in elsewhere.check_for(config, "2xv5e-8", [])
+
+
 def test_a_model_that_is_named_by_its_folder_alone():
     config = cli.read_config(
         ["--config=gsm8k", "--config.model.folder=../fetched/Qwen3-0.6B", "--config.data.folder=x"]
