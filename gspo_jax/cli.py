@@ -28,10 +28,11 @@ from gspo_jax.config_files import config_flag, last_given, load_config
 from gspo_jax.errors import Diverged, ScoringFailed, UserError, fault
 from gspo_jax.folder import storage
 from gspo_jax.folder.notes import existing_folder
+from gspo_jax.kernels import backend
 from gspo_jax.parallel import compilation, processes
 from gspo_jax.secrets import redacted
 from gspo_jax.setup import same
-from gspo_jax.setup.fields import NAMED, TYPES, at, check_fields, names, no_field
+from gspo_jax.setup.fields import NAMED, TYPES, at, check_fields, may_be_none, names, no_field
 
 Main = Callable[[ConfigDict], int | None]
 """A command. Returns the exit code, None for 0."""
@@ -118,6 +119,8 @@ def _start(main: Main, default: ConfigDict | None) -> None:
     reuse_memory()
     gc.freeze()
     gc.set_threshold(50_000)  # tracing creates many objects that live long
+    if not backend.on_tpu_vm():
+        backend.use_libtpu_alone()
     count = processes.start()
     prepare(config)
     with processes.guarded(count):
@@ -150,9 +153,12 @@ def prepare(config: ConfigDict) -> None:
     """Enable the compilation cache and, on CPU, simulate this process's share of `cpu_devices`.
 
     Raises:
-      UserError: jax has already started with another number of CPU devices.
+      UserError: jax has already started with another number of CPU devices, or the cache is in a bucket that cannot be
+        reached.
     """
-    compilation.use_cache()
+    cache = compilation.use_cache()
+    if cache is not None and cache.startswith(storage.BUCKET):
+        storage.check_client(f"JAX_COMPILATION_CACHE_DIR={cache}")
     count = max(config.cpu_devices // processes.count(), 1)
     try:
         simulate_devices(count)
@@ -329,6 +335,7 @@ def _parse(
         argv = _without_config(argv)
         _open_added(argv, config)
         check_overrides(argv, config)
+        argv = _set_nones(argv, config)
     command, sys.argv = sys.argv, argv  # ml_collections looks for overrides there
     try:
         if config is None:
@@ -376,6 +383,20 @@ def _open_added(argv: list[str], config: ConfigDict) -> None:
             if match[2] not in section:
                 with section.unlocked():
                     section[match[2]] = benchmark() if match[3] else NAMED[match[1]]()
+
+
+def _set_nones(argv: list[str], config: ConfigDict) -> list[str]:
+    """Set the fields of `--config.a.b=None` to None, where they may be. Return the words that are left to parse."""
+    left: list[str] = []
+    for word in argv:
+        match = re.fullmatch(r"--?config\.(.+)=None", word)
+        if match is None or not may_be_none(match[1]):
+            left.append(word)
+            continue
+        section, _, key = match[1].rpartition(".")
+        at(config, section)[key] = None
+        left = [each for each in left if not re.match(rf"--?config\.{re.escape(match[1])}(=|$)", each)]
+    return left
 
 
 def _unknown_flag(name: str, config: ConfigDict, values: flags.FlagValues) -> str:

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
-from gspo_jax import cli
+from gspo_jax import cli, foreign
 from gspo_jax.data import contents, rows
 from gspo_jax.data.chat import ToolSchemas
 from gspo_jax.data.pipeline import worked_batches
@@ -236,6 +236,7 @@ def _begin(
 def main(config: ConfigDict) -> None:
     """Run the command."""
     folder = Path(flags.FLAGS.workdir)
+    foreign.check_name(folder, "--workdir")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is not empty; give --workdir a new folder")
     if not config.coldstart.steps:

@@ -40,7 +40,7 @@ def config_flag(argv: Sequence[str]) -> str:
     """Return the last `--config`, as absl does."""
     given = last_given(argv, "config")
     if given is None:
-        raise UserError("--config is missing; for example --config=configs/tiny.py")
+        raise UserError("--config is missing; for example --config=tiny")
     return given
 
 
@@ -90,14 +90,15 @@ def _function(value: str, function: str) -> Callable[[], Any] | None:
     if name and path.is_dir():
         raise UserError(f"config {name!r} is a folder; give a .py file in it")
     if path.is_file() and path.suffix != ".py":
-        raise UserError(f"config {value!r} is not a .py file; give one, such as configs/tiny.py")
+        raise UserError(f"config {value!r} is not a .py file; give one, or a name such as tiny")
     if not path.is_file():
         beside = [str(p) for p in path.parent.glob("*.py") if p.is_file()] if path.parent.is_dir() else []
         ours = own_configs()
         near = difflib.get_close_matches(str(path), beside, n=1)
         if not near:
             near = [path.stem] if path.stem in ours else difflib.get_close_matches(str(path), ours, n=1)
-        raise UserError(f"config {value!r} not found; " + (f"did you mean {near[0]}?" if near else "give a .py file"))
+        remedy = f"did you mean {near[0]}{colon}{arg}?" if near else "give a .py file"
+        raise UserError(f"config {value!r} not found; {remedy}")
 
     def call() -> Any:
         with _explained(path):

@@ -60,6 +60,8 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool
     """
     if dtype not in (None, *DTYPES):
         raise UserError(f"dtype is {dtype!r}; use {' or '.join(DTYPES)}")
+    foreign.check_name(source, "--from")
+    foreign.check_name(target, "--to")
     if not source.is_dir() and source.suffix.lower() != ".gguf":
         raise UserError(
             f"{source} is not a folder; give a Hugging Face folder, a converted folder, a run folder or a .gguf file"

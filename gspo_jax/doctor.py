@@ -123,11 +123,6 @@ def versions() -> list[Finding]:
     return found
 
 
-def on_tpu_vm() -> bool:
-    """Return True if this machine has TPU chips, even if another process holds them."""
-    return os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0")
-
-
 def devices() -> Finding:
     """Check jax's devices and report the memory of one."""
     try:
@@ -143,7 +138,7 @@ def devices() -> Finding:
     memory = (here[0].memory_stats() or {}).get("bytes_limit")
     size = f", {memory / GIB:.1f} GiB each" if memory else ""
     found = f"{jax.device_count()} × {here[0].device_kind}{size}"
-    if here[0].platform == "cpu" and on_tpu_vm():
+    if here[0].platform == "cpu" and backend.on_tpu_vm():
         remedy = f"This machine has TPU chips: {installs.of_extra('tpu')}, and unset JAX_PLATFORMS."
         return Finding("devices", "failed", found, remedy)
     return Finding("devices", "ok", found)

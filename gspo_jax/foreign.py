@@ -67,8 +67,12 @@ def kind_of_other(path: str | os.PathLike[str]) -> str:
 
 
 def check_name(path: str | os.PathLike[str], name: str) -> None:
-    """Raise a UserError if libraries would misread a local path. `name` is for messages."""
+    """Raise a UserError if libraries would misread a local path, or it is none. `name` is for messages."""
     text = os.fspath(path)
+    if match := re.match(r"([a-z]\w+):/+(.+)", text):  # a Path has one slash of two
+        place = "://".join(match.groups())
+        copy = f" (gcloud storage cp --recursive {place} . copies what is there)" if match[1] == "gs" else ""
+        raise UserError(f"{name} is {place}, where a path on this machine is needed; give one{copy}")
     if text.startswith("~"):
         whole = os.path.expanduser(text)
         instead = "the path of the home folder instead" if whole == text else f"{name}={whole}"

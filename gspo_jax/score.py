@@ -106,6 +106,7 @@ def score(
 
 
 def _read(source: Path) -> Iterator[FileLine]:
+    foreign.check_name(source, "--in")
     try:
         foreign.is_file(source)
         text = source.read_text(encoding="utf-8-sig")

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -142,134 +143,138 @@ def test_a_config_argument_that_does_not_exist(name):
         cli.load_config(str(ROOT / f"configs/{name}.py:runlokal"))
 
 
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"data.prompts_per_batch": 60},
+        "prompts_per_batch 60 is not divisible by what data×fsdp×expert = 8 and 4 mini-.* = 8; use 56 or 64",
+    ),
+    (
+        {"training.minibatches": 3},
+        "prompts_per_batch 32 is not divisible by .*3 mini-batches.* = 24; use 24 or 48",
+    ),
+    ({"training.row_tokens": 30}, "training.row_tokens is 30, too few for .*; use 40 or more"),
+    ({"coldstart.batch": 12}, "coldstart.batch 12 is not divisible by data×fsdp×expert = 8; use 8 or 16"),
+    ({"training.old_logprobs": "samplr"}, "'samplr'; use 'auto', 'sampler' or 'recompute'"),
+    ({"objective.name": "gsop"}, "no objective 'gsop'; did you mean 'gspo'"),
+    ({"objective.name": "GSPO"}, "no objective 'GSPO'; did you mean 'gspo'"),
+    ({"optimizer.no_decay": ("bias", "norms")}, "optimizer: no_decay has 'norms'; use some of norm, bias, router"),
+    (
+        {"sampling.filter": "exact-answer", "sampling.rounds": 4},
+        "sampling.filter is 'exact-answer', which is not among .*; did you mean 'exact_answer'.*leave it empty",
+    ),
+    ({"sampling.filter": "exact_answer"}, "'exact_answer', but sampling.rounds is 1, so that no group is replaced"),
+    ({"objective.gspo.low": 2.0}, "low=2.0 lies outside"),
+    ({"optimizer.schedule": "linear"}, "optimizer.schedule is 'linear'; use 'constant' or 'cosine'"),
+    ({"model.dtype": "float16"}, "'float16'; use 'bfloat16' or 'float32'"),
+    ({"optimizer.learning_rate": 0.0}, "^optimizer.learning_rate is 0.0; use a finite number above 0$"),
+    ({"critic.optimizer.learning_rate": -1e-5}, "critic.optimizer.learning_rate is -1e-05; use a finite number"),
+    ({"iterations": 0}, "iterations is 0; use 1 to 2147483647"),
+    ({"sampling.group_size": 0}, "sampling.group_size is 0; use 1 to"),
+    ({"sampling.temperature": 0.0}, "sampling.temperature is 0.*use a positive number"),
+    ({"eval.prompts": -1}, "eval.prompts is -1; use 0 to"),
+    ({"coldstart.log_every": 0}, "coldstart.log_every is 0; use 1 to"),
+    ({"sampling.top_p": 0.0}, r"top_p 0.0 is outside \(0, 1\]"),
+    ({"coldstart.steps": 0}, "model.folder is empty.*--config.model.folder=DIR"),
+    ({"coldstart.terse": (0.5, 1.5)}, r"coldstart.terse has 1.5; use a fraction from 0 to 1 for each stage"),
+    (
+        {"eval.correct": "answer_format"},
+        "'answer_format', which is not among the config's rewards; use one of exact_answer, or leave it empty",
+    ),
+    (
+        {"rewards.code_tests_share": 0.0, "eval.correct": "code_tests_share"},
+        "eval.correct is 'code_tests_share', which gives scores between wrong and correct; use a reward who",
+    ),
+    ({"objective.advantage": "gdop"}, "objective.advantage is 'gdop'; use 'gdpo', .*or '' for the objective's own"),
+    (
+        {"objective.advantage": "gdpo", "objective.name": "ppo"},
+        "'gdpo', and ppo takes its advantages from a critic",
+    ),
+    ({"objective.advantage": "optimal_token_baseline"}, "each token its advantage, and gspo has one per resp"),
+    (
+        {
+            "objective.turn_discount": 0.9,
+            "objective.name": "gspo_token",
+            "objective.advantage": "optimal_token_baseline",
+        },
+        "turn_discount is 0.9, and objective.advantage 'optimal_token_baseline' compares whole responses",
+    ),
+    ({"objective.advantage": "gdpo", "rewards.exact_answer": 0.0}, "'gdpo', and no reward has a weight"),
+    ({"objective.advantage": "max_rl", "rewards.exact_answer": -1.0}, "rewards.exact_answer is -1.0, .*'max_rl'"),
+    ({"objective.advantage": "max_rl", "overlong.penalty": 1.0}, "overlong.penalty is 1.0, but .*'max_rl' divides"),
+    (
+        {"objective.turn_discount": 0.9},
+        "turn_discount is 0.9, which gives each turn its .*gspo has one per response",
+    ),
+    ({"objective.turn_discount": 0.9, "objective.name": "ppo"}, "and ppo discounts per token by its gamma"),
+    ({"objective.turn_discount": 1.5}, "objective.turn_discount is 1.5; use a fraction from 0 to 1"),
+    (
+        {"objective.turn_discount": 0.9, "objective.name": "gspo_token", "objective.advantage": "gdpo"},
+        "turn_discount is 0.9, and objective.advantage 'gdpo' compares whole responses",
+    ),
+    ({"mesh.data": 0}, "mesh.data is 0; use 1 to 2147483647, or -1 for the remaining devices"),
+    ({"routing.replay": "r4"}, "routing.replay is 'r4'; use 'none', 'r2', 'r3' or 'r3w'"),
+    (
+        {"routing.replay": "r2", "training.old_logprobs": "sampler"},
+        "'r2', .*set training.old_logprobs to 'recompute', or use 'r3'",
+    ),
+    ({"routing.balance_weight": -0.1}, "routing.balance_weight is -0.1; use a finite number, 0 or above"),
+    ({"routing.z_weight": -1.0}, "routing.z_weight is -1.0; use a finite number, 0 or above"),
+    ({"model.dispatch": "capacity"}, "model.dispatch is 'capacity'; use 'gather' or 'ragged_all_to_all'"),
+    ({"environment.name": "countdown"}, "no environment 'countdown'; did you mean 'countdown_feedback'"),
+    ({"environment.turns": 0}, "environment.turns is 0; use 1 to"),
+    ({"sampling.weights_dtype": "int4"}, "weights_dtype is 'int4'; use 'bfloat16', 'int8' or '' for model.dtype"),
+    ({"sampling.cache_dtype": "fp8"}, "sampling.cache_dtype is 'fp8'; use 'int8' or '' for model.dtype"),
+    (
+        {"adapter.rank": 4, "adapter.base_dtype": "int4"},
+        "adapter.base_dtype is 'int4'; use 'float32', 'bfloat16', 'int8' or '' for model.dtype",
+    ),
+    (
+        {"adapter.rank": 4, "adapter.base_dtype": "int8", "sampling.weights_dtype": "bfloat16"},
+        "sampling.weights_dtype is 'bfloat16', and a base in int8 is not rounded again; leave it empty",
+    ),
+    ({"adapter.base_dtype": "int8"}, "adapter.base_dtype is 'int8' and there are no adapters, so all weights"),
+    ({"adapter.rank": -4}, "adapter.rank is -4; use 0 to"),
+    ({"adapter.rank": 4, "adapter.targets": ("q",)}, "adapter.targets has no 'q'; there are q_proj, k_proj"),
+    ({"adapter.folder": "some"}, "adapter.folder is 'some' and both ranks are 0; set them to the folder's"),
+    ({"adapter.rank": 4, "objective.name": "ppo"}, "ppo has a critic with a trunk of its own, .*; set critic"),
+    (
+        {"benchmarks.aime24": benchmark(every=5)},
+        r"aime24.data is empty; .* or benchmarks.aime24.every to 0",
+    ),
+    ({"benchmarks.aime24": benchmark(every=-5)}, "benchmarks.aime24.every is -5; use 0 to"),
+    (
+        {"benchmarks.aime24": benchmark("x", every=5, samples=20)},
+        "samples is 20, but the run samples groups of sampling.group_size 8; use 16",
+    ),
+    (
+        {"benchmarks.aime25": benchmark("aime25", every=5)},
+        "'aime25', but aime25 is none of aime24, .*; give a file of rows",
+    ),
+    (
+        {"data.clock": "today"},
+        "data.clock is 'today'; use a date, or a date and a time, such as '2025-01-01T00:00'",
+    ),
+    ({"data.prompt": "problem"}, "data.prompt is for the task 'jsonl', and data.task is 'arithmetic'"),
+    (
+        {"model.architecture.max_position_embeddings": 39},
+        "data.max_prompt_length 8 and sampling.max_response_length 32 need 40 positions, and the model has 39, its "
+        "max_position_embeddings; take 1 off either, or use a model with more, such as one .* by rope_type yarn",
+    ),
+    ({"sampling.partial.prompts": 32}, "data.prompts_per_batch 32: every batch would wait for all of them"),
+    ({"sampling.partial.prompts": 34}, "sampling.partial.prompts 34 is not divisible by .* = 8; use 40$"),
+    ({"sampling.partial.prompts": 40, "sampling.partial.share": 0.0}, "share is 0.0; use a fraction above 0"),
+    (
+        {"sampling.pool_tokens": 255},
+        "leaves 31 tokens to a batch shard, and one response may need 32, in pages of 32",
+    ),
+    ({"sampling.page": 33}, "page is 33, and the longest response has 32 tokens, .*; use 32 or less"),
+]
+"""Changes of configs/tiny.py and what is said of them."""
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
-    [
-        (
-            {"data.prompts_per_batch": 60},
-            "prompts_per_batch 60 is not divisible by what data×fsdp×expert = 8 and 4 mini-.* = 8; use 56 or 64",
-        ),
-        (
-            {"training.minibatches": 3},
-            "prompts_per_batch 32 is not divisible by .*3 mini-batches.* = 24; use 24 or 48",
-        ),
-        ({"training.row_tokens": 30}, "training.row_tokens is 30, too few for .*; use 40 or more"),
-        ({"coldstart.batch": 12}, "coldstart.batch 12 is not divisible by data×fsdp×expert = 8; use 8 or 16"),
-        ({"training.old_logprobs": "samplr"}, "'samplr'; use 'auto', 'sampler' or 'recompute'"),
-        ({"objective.name": "gsop"}, "no objective 'gsop'; did you mean 'gspo'"),
-        ({"objective.name": "GSPO"}, "no objective 'GSPO'; did you mean 'gspo'"),
-        ({"optimizer.no_decay": ("bias", "norms")}, "optimizer: no_decay has 'norms'; use some of norm, bias, router"),
-        (
-            {"sampling.filter": "exact-answer", "sampling.rounds": 4},
-            "sampling.filter is 'exact-answer', which is not among .*; did you mean 'exact_answer'.*leave it empty",
-        ),
-        ({"sampling.filter": "exact_answer"}, "'exact_answer', but sampling.rounds is 1, so that no group is replaced"),
-        ({"objective.gspo.low": 2.0}, "low=2.0 lies outside"),
-        ({"optimizer.schedule": "linear"}, "optimizer.schedule is 'linear'; use 'constant' or 'cosine'"),
-        ({"model.dtype": "float16"}, "'float16'; use 'bfloat16' or 'float32'"),
-        ({"optimizer.learning_rate": 0.0}, "^optimizer.learning_rate is 0.0; use a finite number above 0$"),
-        ({"critic.optimizer.learning_rate": -1e-5}, "critic.optimizer.learning_rate is -1e-05; use a finite number"),
-        ({"iterations": 0}, "iterations is 0; use 1 to 2147483647"),
-        ({"sampling.group_size": 0}, "sampling.group_size is 0; use 1 to"),
-        ({"sampling.temperature": 0.0}, "sampling.temperature is 0.*use a positive number"),
-        ({"eval.prompts": -1}, "eval.prompts is -1; use 0 to"),
-        ({"coldstart.log_every": 0}, "coldstart.log_every is 0; use 1 to"),
-        ({"sampling.top_p": 0.0}, r"top_p 0.0 is outside \(0, 1\]"),
-        ({"coldstart.steps": 0}, "model.folder is empty.*--config.model.folder=DIR"),
-        ({"coldstart.terse": (0.5, 1.5)}, r"coldstart.terse has 1.5; use a fraction from 0 to 1 for each stage"),
-        (
-            {"eval.correct": "answer_format"},
-            "'answer_format', which is not among the config's rewards; use one of exact_answer, or leave it empty",
-        ),
-        (
-            {"rewards.code_tests_share": 0.0, "eval.correct": "code_tests_share"},
-            "eval.correct is 'code_tests_share', which gives scores between wrong and correct; use a reward of",
-        ),
-        ({"objective.advantage": "gdop"}, "objective.advantage is 'gdop'; use 'gdpo', .*or '' for the objective's own"),
-        (
-            {"objective.advantage": "gdpo", "objective.name": "ppo"},
-            "'gdpo', and ppo takes its advantages from a critic",
-        ),
-        ({"objective.advantage": "optimal_token_baseline"}, "each token its advantage, and gspo has one per resp"),
-        (
-            {
-                "objective.turn_discount": 0.9,
-                "objective.name": "gspo_token",
-                "objective.advantage": "optimal_token_baseline",
-            },
-            "turn_discount is 0.9, and objective.advantage 'optimal_token_baseline' compares whole responses",
-        ),
-        ({"objective.advantage": "gdpo", "rewards.exact_answer": 0.0}, "'gdpo', and no reward has a weight"),
-        ({"objective.advantage": "max_rl", "rewards.exact_answer": -1.0}, "exact_answer is a punishment.*'max_rl'"),
-        ({"objective.advantage": "max_rl", "overlong.penalty": 1.0}, "overlong.penalty is 1.0, but .*'max_rl' divides"),
-        (
-            {"objective.turn_discount": 0.9},
-            "turn_discount is 0.9, which gives each turn its .*gspo has one per response",
-        ),
-        ({"objective.turn_discount": 0.9, "objective.name": "ppo"}, "and ppo discounts per token by its gamma"),
-        ({"objective.turn_discount": 1.5}, "objective.turn_discount is 1.5; use a fraction from 0 to 1"),
-        (
-            {"objective.turn_discount": 0.9, "objective.name": "gspo_token", "objective.advantage": "gdpo"},
-            "turn_discount is 0.9, and objective.advantage 'gdpo' compares whole responses",
-        ),
-        ({"mesh.data": 0}, "mesh.data is 0; use 1 to 2147483647, or -1 for the remaining devices"),
-        ({"routing.replay": "r4"}, "routing.replay is 'r4'; use 'none', 'r2', 'r3' or 'r3w'"),
-        (
-            {"routing.replay": "r2", "training.old_logprobs": "sampler"},
-            "'r2', .*set training.old_logprobs to 'recompute', or use 'r3'",
-        ),
-        ({"routing.balance_weight": -0.1}, "routing.balance_weight is -0.1; use a finite number, 0 or above"),
-        ({"routing.z_weight": -1.0}, "routing.z_weight is -1.0; use a finite number, 0 or above"),
-        ({"model.dispatch": "capacity"}, "model.dispatch is 'capacity'; use 'gather' or 'ragged_all_to_all'"),
-        ({"environment.name": "countdown"}, "no environment 'countdown'; did you mean 'countdown_feedback'"),
-        ({"environment.turns": 0}, "environment.turns is 0; use 1 to"),
-        ({"sampling.weights_dtype": "int4"}, "weights_dtype is 'int4'; use 'bfloat16', 'int8' or '' for model.dtype"),
-        ({"sampling.cache_dtype": "fp8"}, "sampling.cache_dtype is 'fp8'; use 'int8' or '' for model.dtype"),
-        (
-            {"adapter.rank": 4, "adapter.base_dtype": "int4"},
-            "adapter.base_dtype is 'int4'; use 'float32', 'bfloat16', 'int8' or '' for model.dtype",
-        ),
-        (
-            {"adapter.rank": 4, "adapter.base_dtype": "int8", "sampling.weights_dtype": "bfloat16"},
-            "sampling.weights_dtype is 'bfloat16', and a base in int8 is not rounded again; leave it empty",
-        ),
-        ({"adapter.base_dtype": "int8"}, "adapter.base_dtype is 'int8' and there are no adapters, so all weights"),
-        ({"adapter.rank": -4}, "adapter.rank is -4; use 0 to"),
-        ({"adapter.rank": 4, "adapter.targets": ("q",)}, "adapter.targets has no 'q'; there are q_proj, k_proj"),
-        ({"adapter.folder": "some"}, "adapter.folder is 'some' and both ranks are 0; set them to the folder's"),
-        ({"adapter.rank": 4, "objective.name": "ppo"}, "ppo has a critic with a trunk of its own, .*; set critic"),
-        (
-            {"benchmarks.aime24": benchmark(every=5)},
-            r"aime24.data is empty; .* or benchmarks.aime24.every to 0",
-        ),
-        ({"benchmarks.aime24": benchmark(every=-5)}, "benchmarks.aime24.every is -5; use 0 to"),
-        (
-            {"benchmarks.aime24": benchmark("x", every=5, samples=20)},
-            "samples is 20, but the run samples groups of sampling.group_size 8; use 16",
-        ),
-        (
-            {"benchmarks.aime25": benchmark("aime25", every=5)},
-            "'aime25', but aime25 is none of aime24, .*; give a file of rows",
-        ),
-        (
-            {"data.clock": "today"},
-            "data.clock is 'today'; use a date, or a date and a time, such as '2025-01-01T00:00'",
-        ),
-        ({"data.prompt": "problem"}, "data.prompt is for the task 'jsonl', and data.task is 'arithmetic'"),
-        (
-            {"model.architecture.max_position_embeddings": 39},
-            "data.max_prompt_length 8 and sampling.max_response_length 32 need 40 positions, and the model has 39, its "
-            "max_position_embeddings; take 1 off either, or use a model with more, such as one .* by rope_type yarn",
-        ),
-        ({"sampling.partial.prompts": 32}, "data.prompts_per_batch 32: every batch would wait for all of them"),
-        ({"sampling.partial.prompts": 34}, "sampling.partial.prompts 34 is not divisible by .* = 8; use 32 or 40"),
-        ({"sampling.partial.prompts": 40, "sampling.partial.share": 0.0}, "share is 0.0; use a fraction above 0"),
-        (
-            {"sampling.pool_tokens": 255},
-            "leaves 31 tokens to a batch shard, and one response may need 32, in pages of 32",
-        ),
-        ({"sampling.page": 33}, "page is 33, and the longest response has 32 tokens, .*; use 32 or less"),
-    ],
+    REFUSED,
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_a_config_that_cannot_run_is_refused_before_devices_are_touched(changes, says):

@@ -94,7 +94,7 @@ def test_devices_say_their_memory_and_who_holds_them(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [chip] * 4)
     monkeypatch.setattr(jax, "device_count", lambda: 64)
     assert doctor.devices() == Finding("devices", "ok", "64 × TPU v5p, 95.0 GiB each")
-    monkeypatch.setattr(doctor, "on_tpu_vm", lambda: True)
+    monkeypatch.setattr(doctor.backend, "on_tpu_vm", lambda: True)
     chip.platform, chip.memory_stats = "cpu", lambda: None
     assert doctor.devices().state == "failed" and installs.of_extra("tpu") in doctor.devices().remedy
 

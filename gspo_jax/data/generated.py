@@ -302,10 +302,6 @@ def prepare(
     Raises:
       UserError: an argument is invalid, or the task has too few distinct problems.
     """
-    if data_dir is not None and "://" in data_dir:
-        raise UserError(
-            f"data_dir {data_dir} is remote; generated tasks are built on local disk, so use a local folder"
-        )
     config = _config(BUILDERS[task], difficulty=difficulty, seed=seed, train_size=train_size, test_size=test_size)
     builder = _open(task, config, data_dir)
     folder = Path(builder.data_dir)

@@ -104,6 +104,7 @@ def read_saved(workdir: str | os.PathLike[str]) -> int | None:
 
 def existing_folder(folder: str | os.PathLike[str]) -> Path:
     """Return `folder` as a path. Raises UserError with a similar folder if missing."""
+    foreign.check_name(folder, "the run folder")
     path = Path(folder)
     if path.exists() and not path.is_dir():
         raise UserError(f"{folder} is not a folder; give the --workdir of a run")

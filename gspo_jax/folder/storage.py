@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import os
 import re
+import socket
 import tempfile
 import time
 import uuid
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 import jax
 from absl import logging
@@ -62,6 +64,9 @@ PUBLISH_S = 60.0
 """Maximum seconds between uploads to the bucket."""
 LEASE = "lease.json"
 """Never copied from a bucket to the local folder."""
+REACH_S = 8.0
+"""Seconds in which a server of buckets is tried; a machine that has just started may be without its network."""
+_PORTS = {"https": 443, "http": 80}
 _PROBE = ".writable-"
 _LONGEST_BELOW = 300
 """Maximum bytes that a run, with Orbax's nested folders, adds to its path."""
@@ -276,22 +281,41 @@ def unused(path: AnyPath) -> AnyPath:
 @contextmanager
 def explained(name: str, *, place: str = "the bucket") -> Iterator[None]:
     """Turn storage errors inside the block into a UserError about `name`."""
+    if name.startswith(BUCKET):
+        check_client(name)
     try:
         yield
     except UserError:
         raise
     except Exception as error:  # each library raises its own types
-        if name.startswith(BUCKET):
-            check_client(name)
         raise UserError(
             f"cannot use {name} ({quoted(error)}); check that {place} exists and that this machine may write to it"
         ) from error
 
 
 def check_client(name: str) -> None:
-    """Raise a UserError if the library that reads and writes buckets is missing."""
+    """Raise a UserError if the library that reads and writes buckets is missing, or nothing answers it.
+
+    The library would try each request for half a minute.
+    """
     if importlib.util.find_spec("gcsfs") is None:
         raise UserError(f"{name} needs the package gcsfs, which is not installed; run {installs.of_package('gcsfs')}")
+    server = os.environ.get("STORAGE_EMULATOR_HOST", "default")
+    if server in ("", "default"):
+        server = f"https://storage.{os.environ.get('GOOGLE_CLOUD_UNIVERSE_DOMAIN', 'googleapis.com')}"
+    place = urlsplit(server if "://" in server else f"http://{server}")
+    until = time.monotonic() + REACH_S
+    while True:
+        try:
+            socket.create_connection((place.hostname, place.port or _PORTS[place.scheme]), REACH_S).close()
+            return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise UserError(
+                    f"cannot use {name}: {place.hostname} cannot be reached ({error.strerror or error}); connect this "
+                    "machine to it, or give a local folder"
+                ) from error
+            time.sleep(1)
 
 
 def check_writable(folder: AnyPath) -> None:

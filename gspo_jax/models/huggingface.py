@@ -24,6 +24,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
 
+from gspo_jax import foreign
 from gspo_jax.errors import UserError
 from gspo_jax.models import families, int8, random_weights
 from gspo_jax.models.config import ModelConfig, by_path, dotted
@@ -40,6 +41,7 @@ def read_config(folder: Path) -> ModelConfig:
     Raises:
       UserError: the folder or file does not exist, a size is missing, or the family or a feature is not implemented.
     """
+    foreign.check_name(folder, "the model's folder")
     file = pathlib.Path(folder) / CONFIG
     if not file.parent.is_dir():
         raise UserError(f"{folder} is not a folder; download the Hugging Face checkpoint and give its local folder")

@@ -112,11 +112,11 @@ def check_slices(data: int, slices: int) -> None:
     check_divides("mesh.data", data, "the number of slices", slices)
 
 
-def check_divides(what: str, size: int, by: str, parts: int) -> None:
-    """Raise UserError with the nearest sizes unless `parts` divides `size`. `by` describes `parts`."""
+def check_divides(what: str, size: int, by: str, parts: int, *, above: int = 0) -> None:
+    """Raise UserError with the nearest sizes over `above` unless `parts` divides `size`. `by` describes `parts`."""
     if size % parts:
-        below, above = size - size % parts, size + parts - size % parts
-        near = f"{below} or {above}" if below else f"{above}"
+        lower, higher = size - size % parts, size + parts - size % parts
+        near = f"{lower} or {higher}" if lower > above else f"{higher}"
         raise UserError(f"{what} {size} is not divisible by {by} = {parts}; use {near}")
 
 

@@ -6,7 +6,6 @@
 import dataclasses
 import importlib.util
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,18 +18,8 @@ from jaxtyping import Int
 
 from gspo_jax import installs
 from gspo_jax.errors import UserError, choices
+from gspo_jax.kernels import backend
 from gspo_jax.parallel.mesh import make_mesh
-
-ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_HOST_BOUNDS": "1,1,1",
-    "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1",
-    "TPU_MIN_LOG_LEVEL": "3",
-    "TPU_STDERR_LOG_LEVEL": "3",
-}
-"""libtpu's variables: skip host discovery, allow sharing, log errors only."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +146,7 @@ def describe(name: str, *, slices: int = 1) -> list[Any]:
     kind, sides = generation(name), _sides(name)
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(f"libtpu, the TPU compiler, is not installed; run {installs.of_extra('tpu')}")
-    for key, value in ENVIRONMENT.items():
-        os.environ.setdefault(key, value)
+    backend.use_libtpu_alone()
     hosts = tuple(math.gcd(2, side) for side in sides[:2])  # a host has 2x2 chips; a slice of one chip has fewer
     try:
         return topologies.get_topology_desc(

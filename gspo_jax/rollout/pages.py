@@ -66,13 +66,16 @@ def whole_pool(slots: int, length: int, columns: int | None = None) -> Pool:
     return Pool(columns, slots * Pool(columns, 0).per_response(length))
 
 
-def fitting(slots: int, length: int, tokens: int | None, columns: int, *, grows: bool) -> tuple[int, Pool]:
+def fitting(
+    slots: int, length: int, tokens: int | None, columns: int, *, shards: int = 1, grows: bool
+) -> tuple[int, Pool]:
     """Return a shard's slots and pool, for responses of up to `length` tokens.
 
     Args:
       slots: at most so many.
       tokens: size of the pool; None: enough for all slots.
       columns: tokens per page.
+      shards: of a batch, for the message.
       grows: whether responses may be set aside, so that each needs pages for its tokens so far alone.
 
     Raises:
@@ -85,8 +88,8 @@ def fitting(slots: int, length: int, tokens: int | None, columns: int, *, grows:
     if pages < one:
         raise UserError(
             f"sampling.pool_tokens leaves {tokens} tokens to a batch shard, and one response may need "
-            f"{one * whole.columns}, in pages of {whole.columns}; use {one * whole.columns} times the batch shards, or "
-            "more, or lower sampling.max_response_length or sampling.page"
+            f"{one * whole.columns}, in pages of {whole.columns}; use {one * whole.columns * shards} or more, or "
+            "lower sampling.max_response_length or sampling.page"
         )
     if grows:
         return slots, Pool(whole.columns, pages)

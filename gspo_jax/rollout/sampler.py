@@ -109,7 +109,8 @@ class Sampler:
         shards = mesh_lib.batch_shards(dict(self.mesh.shape))
         slots = responses if self._slots is None else min(self._slots, responses)
         tokens = None if self._pool_tokens is None else self._pool_tokens // shards
-        own, pool = fitting(slots // shards, self.stop.max_length, tokens, self.columns, grows=min_ended < 1)
+        length, grows = self.stop.max_length, min_ended < 1
+        own, pool = fitting(slots // shards, length, tokens, self.columns, shards=shards, grows=grows)
         return {
             "sampling": self.sampling,
             "stop": self.stop,

@@ -218,8 +218,8 @@ def _check_correct(field: str, name: str, config: ConfigDict, own: Mapping[str, 
         )
     if scorer.is_graded(name, own):
         raise UserError(
-            f"{field} is {name!r}, which gives scores between wrong and correct; use a reward of verdicts, 0 or 1 (a "
-            "weight of 0 only logs it), or leave it empty for mean rewards in place of an accuracy"
+            f"{field} is {name!r}, which gives scores between wrong and correct; use a reward whose scores are all 0 or 1 "
+            "(a weight of 0 only logs it), or leave it empty for mean rewards in place of an accuracy"
         )
 
 
@@ -251,8 +251,8 @@ def _check_filter(config: ConfigDict) -> None:
         )
     if name and rounds == 1:
         raise UserError(
-            f"sampling.filter is {name!r}, but sampling.rounds is 1, so that no group is replaced; use more rounds, "
-            "such as 4, or leave it empty"
+            f"sampling.filter is {name!r}, but sampling.rounds is 1, so that no group is replaced; set "
+            "sampling.rounds to 2 or more, or leave it empty"
         )
 
 
@@ -283,7 +283,8 @@ def _check_partial_rollouts(config: ConfigDict) -> None:
     if partial.prompts <= batch:
         raise UserError(
             f"sampling.partial.prompts is {partial.prompts} and data.prompts_per_batch {batch}: every batch would "
-            f"wait for all of them; use more than {batch}, or None for no partial rollouts"
+            f"wait for all of them; use more, such as {2 * batch}, or None for no partial "
+            "rollouts"
         )
 
 
@@ -328,12 +329,12 @@ def _check_bias_meter(config: ConfigDict) -> None:
     if prompts < 3:
         raise UserError(
             f"mismatch.bias_every is {every}, which compares 3 or more groups of a batch, and data.prompts_per_batch "
-            f"is {prompts}; use at least 3, or 0 for no measurement"
+            f"is {prompts}; set that to 3 or more, or mismatch.bias_every to 0"
         )
     if rounds > 1:
         raise UserError(
             f"mismatch.bias_every is {every}, and sampling.rounds {rounds} keeps groups by their rewards, which alone "
-            "gives scores a mean; use rounds 1, or 0 for no measurement"
+            "gives scores a mean; set sampling.rounds to 1, or mismatch.bias_every to 0"
         )
 
 

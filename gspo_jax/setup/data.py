@@ -65,7 +65,10 @@ def sources(config: ConfigDict) -> dict[str, Source]:
         allowed = ["data.folder", *(["data.prompt"] if data.few_shot or config.coldstart.conversations else [])]
         wrong = [name for name, there in given.items() if there and name not in allowed]
         if wrong:
-            raise UserError(f"{wrong[0]} is for the task 'jsonl', and data.task is {data.task!r}; change one of them")
+            raise UserError(
+                f"{wrong[0]} is for the task 'jsonl', and data.task is {data.task!r}; leave it empty, or set data.task "
+                "to 'jsonl'"
+            )
         return {}
     if given["data.test"] and not given["data.train"]:
         raise UserError(f"data.test is {data.test!r} without data.train; set both, or give each source its own test")

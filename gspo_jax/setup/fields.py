@@ -5,6 +5,7 @@ Hyper-parameters of objectives and mismatch corrections and `SamplingParams` are
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterator
 from types import UnionType
 from typing import Any, NoReturn, get_args
@@ -33,6 +34,14 @@ TYPES = {bool: "True or False", int: "a whole number", float: "a number", str: "
 def is_open(name: str) -> bool:
     """Return True for fields that may be added or left out."""
     return name.startswith(tuple(f"{section}." for section in (*_OPEN, *_HYPER_PARAMETERS)))
+
+
+def may_be_none(name: str) -> bool:
+    """Return True for fields that may be None, whatever a config has there."""
+    defaults = base()
+    defaults.benchmarks.any, defaults.data.sources.any = benchmark(), source("")
+    name = re.sub(r"^(benchmarks|data\.sources)\.[^.]+\.", r"\1.any.", name)
+    return name in _OWN_SIZES or (name in names(defaults) and at(defaults, name) is None)
 
 
 def check_fields(config: ConfigDict) -> None:

@@ -57,7 +57,9 @@ def _with_advantage(config: ConfigDict, made: Objective) -> Objective:
                 "config's rewards; rename that, or set overlong.penalty to 0"
             )
         if not weights:
-            raise UserError("objective.advantage is 'gdpo', and no reward has a weight; give at least one of them one")
+            raise UserError(
+                "objective.advantage is 'gdpo', and no reward has a weight; give one of them one, or leave it empty"
+            )
         weights |= {OVERLONG: 1.0} if penalty else {}  # it is weighted already
         return dataclasses.replace(made, advantage=partial(advantages.gdpo, weights=weights), by_reward=True)
     if name == "optimal_token_baseline":
@@ -68,9 +70,8 @@ def _with_advantage(config: ConfigDict, made: Objective) -> Objective:
             )
         return dataclasses.replace(made, advantage=advantages.optimal_token_baseline, by_energy=True)
     if name == "max_rl" and (penalty or min(weights.values(), default=0) < 0):
-        what = (
-            f"overlong.penalty is {penalty}" if penalty else f"{min(weights, key=weights.__getitem__)} is a punishment"
-        )
+        least = min(weights, key=weights.__getitem__, default="")
+        what = f"overlong.penalty is {penalty}" if penalty else f"rewards.{least} is {weights[least]}"
         raise UserError(
             f"{what}, but objective.advantage 'max_rl' divides by the mean reward of a group, which must not be "
             "negative; set it to 0, or choose another advantage"
@@ -94,7 +95,7 @@ def _with_turns(config: ConfigDict, made: Objective) -> Objective:
     if made.by_reward or made.by_energy:
         raise UserError(
             f"objective.turn_discount is {discount}, and objective.advantage {config.objective.advantage!r} compares "
-            "whole responses; choose another advantage, or None"
+            "whole responses; leave objective.advantage empty, or set objective.turn_discount to None"
         )
     return dataclasses.replace(made, turn_discount=discount)
 

@@ -92,7 +92,7 @@ def _check_pool(config: ConfigDict, shards: int) -> None:
             f"sampling.max_response_length; use {longest} or less"
         )
     if tokens is not None:
-        fitting(1, longest, tokens // shards, sampling.page or default_columns(longest), grows=False)
+        fitting(1, longest, tokens // shards, sampling.page or default_columns(longest), shards=shards, grows=False)
 
 
 def _check_batch(config: ConfigDict, shards: int) -> None:
@@ -103,7 +103,7 @@ def _check_batch(config: ConfigDict, shards: int) -> None:
     mesh_lib.check_divides("data.prompts_per_batch", config.data.prompts_per_batch, parts, math.lcm(shards, groups))
     under_way = config.sampling.partial.prompts
     if under_way is not None:
-        mesh_lib.check_divides("sampling.partial.prompts", under_way, by, shards)
+        mesh_lib.check_divides("sampling.partial.prompts", under_way, by, shards, above=config.data.prompts_per_batch)
     slots, responses = config.sampling.slots, config.data.prompts_per_batch * group
     if slots is not None:
         if not 0 < slots <= responses:

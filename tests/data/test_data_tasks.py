@@ -230,7 +230,7 @@ def test_the_default_place_is_that_of_tfds_and_tensorflow_is_not_imported(tmp_pa
         ({"train_size": 0}, "train_size is 0; use 1 or more"),
         ({"limit": 0}, "limit is 0; use 1 or more"),
         ({"folder": "/x"}, "reads no folder /x"),
-        ({"data_dir": "gs://bucket/x"}, "data_dir gs://bucket/x is remote"),
+        ({"data_dir": "gs://bucket/x"}, "data_dir is gs://bucket/x, where a path on this machine"),
         ({"difficulty": "easy", "train_size": 5000}, "has only about 1.* different problems, fewer than .* = 5128"),
         ({"data_dir": "/proc/nowhere"}, "cannot be built in /proc/nowhere"),
         ({"task": "gsm8k"}, "set it to one with train.jsonl"),
