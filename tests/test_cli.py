@@ -182,7 +182,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"rewards.code_tests_share": 0.0, "eval.correct": "code_tests_share"},
-        "eval.correct is 'code_tests_share', which gives scores between wrong and correct; use a reward who",
+        "eval.correct is 'code_tests_share', which gives scores between wrong and correct; use a reward tha",
     ),
     ({"objective.advantage": "gdop"}, "objective.advantage is 'gdop'; use 'gdpo', .*or '' for the objective's own"),
     (
@@ -344,15 +344,20 @@ def test_a_recipe_s_rows_are_as_long_as_it_says(recipe):
     assert learning.make_packer(config, check(config), 4).row_lengths[0] == config.training.row_tokens
 
 
+MIXTURES: list[tuple[dict[str, Any], str]] = [
+    ({"routing.replay": "r3"}, "routing.replay 'r3' is for .* and the model is dense; use 'none'"),
+    ({"routing.balance_weight": 0.1}, "routing.balance_weight 0.1 is for .*; use 0"),
+    ({"routing.z_weight": 0.1}, "routing.z_weight 0.1 is for .*; use 0"),
+    ({"objective.name": "rspo"}, "rspo is for .*; use gmpo"),
+    ({"model.dispatch": "ragged_all_to_all"}, "model.dispatch 'ragged_all_to_all' is for .*; use 'gather'"),
+]
+"""Changes for which configs/tiny.py would be refused if its model were dense."""
+DENSE = {"mesh.expert": 1, "mesh.data": 4, "model.architecture.num_experts": 0}
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
-    [
-        ({"routing.replay": "r3"}, "routing.replay 'r3' is for .* and the model is dense; use 'none'"),
-        ({"routing.balance_weight": 0.1}, "routing.balance_weight 0.1 is for .*; use 0"),
-        ({"routing.z_weight": 0.1}, "routing.z_weight 0.1 is for .*; use 0"),
-        ({"objective.name": "rspo"}, "rspo is for .*; use gmpo"),
-        ({"model.dispatch": "ragged_all_to_all"}, "model.dispatch 'ragged_all_to_all' is for .*; use 'gather'"),
-    ],
+    MIXTURES,
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_what_only_a_mixture_of_experts_has_is_refused_for_a_dense_model(changes, says):

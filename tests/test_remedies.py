@@ -1,6 +1,7 @@
-"""What messages, pages and scripts tell a user to type: it parses, by the parser that would read it.
+"""What messages, pages and scripts tell a user to type: it parses, and it mends what the message is about.
 
-Texts of the package are collected from its source, with `{}` for what is filled in at run time.
+Texts of the package are collected from its source, with `{}` for what is filled in at run time. Remedies of configs are
+read out of messages that faults provoke, and done.
 """
 
 import ast
@@ -9,17 +10,23 @@ import re
 import shlex
 import sys
 import tomllib
+import traceback
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ml_collections import ConfigDict
 from packaging.requirements import Requirement
 
-from gspo_jax import cli, commands, installs
-from gspo_jax.config import base
+from gspo_jax import cli, commands, installs, objectives
+from gspo_jax.config import base, source
 from gspo_jax.errors import UserError
 from gspo_jax.folder import storage
-from gspo_jax.setup.fields import is_open, names
+from gspo_jax.setup import policy
+from gspo_jax.setup.checks import check
+from gspo_jax.setup.fields import at, is_open, names
+from tests.test_cli import DENSE, MIXTURES, REFUSED
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "gspo_jax").rglob("*.py"))
@@ -84,6 +91,7 @@ def test_flags_that_messages_name_exist():
         "name",
         "python",
         "query-gpu",
+        "recursive",
     }  # of studies, scripts and other programs
     messages = [text for text in TEXTS if " " in text]
     named = {flag for text in messages for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*\w)", text)}
@@ -132,3 +140,161 @@ def test_installs_that_are_written_down_name_what_there_is():
         assert not re.search(r"pip\s+install\s+\S*gspo_jax\[", text), place
         for named in re.findall(r"pip_?\s?install\b[^`\n]*\.\[([\w,]+)\]", text):
             assert set(named.split(",")) <= EXTRAS.keys(), place
+
+
+GOLDEN = str(ROOT / "tests" / "golden")
+TEXT = r"'[^']*'|\(\)|(?!more|less|fewer|one\b)-?\w(?:[\w.:-]*\w)?"
+"""A value in a message."""
+WORDS = {
+    "a finite number above 0": "1.0",
+    "a finite number, 0 or above": "0.0",
+    "a positive number": "1.0",
+    "a fraction": "0.5",
+    "a number": "0.5",
+    "an even number": "8",
+}
+"""Values of ranges that messages put into words."""
+OWN = {
+    "--config.model.folder=DIR": f"--config.model.folder={GOLDEN}/adder",
+    "set them to the folder's": "--config.adapter.rank=4",
+    "there are q_proj, k_proj": "--config.adapter.targets=('q_proj','k_proj')",
+    "choose sizes whose product": "--config.mesh.data=-1",
+    "set all but one of them": "--config.mesh.data=2",
+    "give a file of rows": "--config.benchmarks.aime25.data=rows.jsonl",
+    "data.folder or data.sources, and none of them is set; set one": "--config.data.train=rows.jsonl",
+    "set both, or give": "--config.data.train=rows.jsonl",
+    "such as exact_answer: 1.0": "--config.rewards.exact_answer=1.0",
+    "give it in model.folder": f"--config.model.folder={GOLDEN}/adapters",
+    "choose one inside": "--config.model.architecture.experts_per_token=2",
+    "give the width of one": "--config.model.architecture.moe_intermediate_size=16",
+    "low=0.2 clips": "--config.objective.gspo.low=0.2",
+}
+"""What the user of a remedy does who has to fill in or choose something, by a part of the remedy."""
+DEPENDENT: list[tuple[dict[str, Any], str]] = [
+    ({"step_rewards.countdown_steps": 1.0}, "tiny"),
+    ({"teacher.folder": f"{GOLDEN}/adder", "teacher.form": "advantage"}, "tiny"),
+    ({"reference.place": "reward"}, "tiny"),
+    ({"mismatch.correction": "tis", "training.old_logprobs": "sampler"}, "tiny"),
+    ({"mismatch.center": True}, "tiny"),
+    (
+        {
+            "mismatch.center": True,
+            "sampling.keep_top": 20,
+            "objective.name": "grpo",
+            "training.old_logprobs": "sampler",
+        },
+        "tiny",
+    ),
+    ({"mismatch.bias_every": 5, "data.prompts_per_batch": 2}, "tiny"),
+    ({"mismatch.bias_every": 5, "sampling.rounds": 2}, "tiny"),
+    ({"sampling.keep_top": 400}, "tiny"),
+    ({"routing.bias_rate": 0.1}, "tiny"),
+    ({"routing.bias_rate": 0.1, "adapter.rank": 4}, "tiny"),
+    ({"data.task": "jsonl"}, "tiny"),
+    ({"data.task": "jsonl", "data.test": "rows.jsonl"}, "tiny"),
+    ({"data.task": "jsonl", "data.sources.own": source("rows.jsonl", rewards=("other",))}, "tiny"),
+    ({"mesh.data": -1, "mesh.fsdp": -1}, "tiny"),
+    ({"sampling.slots": 512}, "tiny"),
+    ({"sampling.slots": 12}, "tiny"),
+    ({"model.random": True}, "tiny"),
+    ({"model.random": True, "coldstart.steps": 0, "model.folder": f"{GOLDEN}/adder"}, "tiny"),
+    ({"model.random": True}, "gsm8k"),
+    ({"judge.pairwise": True, "sampling.group_size": 1, "rewards.judge": 1.0}, "tiny"),
+    ({"adapter.rank": 4, "adapter.targets": ("in_proj_z",)}, "tiny"),
+    ({"model.architecture.num_kv_heads": 3}, "tiny"),
+    ({"model.architecture.head_dim": 7}, "tiny"),
+    ({"model.architecture.experts_per_token": 99}, "tiny"),
+    ({"model.architecture.moe_intermediate_size": 0}, "tiny"),
+    ({"mesh.expert": 3, "mesh.data": 1, "mesh.fsdp": 1, "data.prompts_per_batch": 24, "coldstart.batch": 24}, "tiny"),
+    ({"overlong.cache": 99}, "tiny"),
+    ({"sampling.draft": "own"}, "one_host:Qwen3.5-35B-A3B"),
+]
+"""Changes of a config that its other fields do not allow, beside those of test_cli.py."""
+FAULTS = [
+    *((changes, "tiny") for changes, _ in REFUSED),
+    *((changes | DENSE, "tiny") for changes, _ in MIXTURES),
+    *DEPENDENT,
+]
+
+
+def remedies(message: str, changes: dict[str, Any], config: ConfigDict) -> list[str]:
+    """Return the flags that a message about a config tells to give. `changes` made the config wrong."""
+    problem, _, rest = message.partition("; ")
+    rest = rest or message
+    mentioned = [name for name in re.findall(r"[a-z_]\w*(?:\.\w+)+|\biterations\b", problem) if _is_field(name, config)]
+    axes = [f"mesh.{axis}" for axis in re.findall(r"^mesh axis (\w+)", problem)]
+    (subject, *_) = [*axes, *mentioned, *changes]
+    found = [flag for part, flag in OWN.items() if part in message]
+    if found:
+        return found
+    found = [shlex.split(flag)[0] for flag in re.findall(r"(--config\.[\w.]+=[^\s,;]+)", rest)]
+    rest = re.sub(r"--config\S+", "", rest)
+    chosen = []
+    for field, value in re.findall(rf"([a-z][\w.]*) to ({TEXT})", rest):
+        if field in ("it", "that") or _is_field(field, config):
+            chosen.append(({"it": subject, "that": mentioned[-1] if mentioned else subject}.get(field, field), value))
+    chosen += [(subject, value) for value in re.findall(rf"(?:such as|did you mean) ({TEXT})", rest)]
+    for phrase in re.findall(r"\buse (?:one of |some of |num_kv_heads of |expert = )?([^;]*)", rest):
+        worded = [value for words, value in WORDS.items() if phrase.startswith(words)]
+        chosen += [(subject, value) for value in worded]
+        for item in () if worded else re.split(r",? or |, ", phrase):
+            if (value := re.fullmatch(rf"({TEXT})(?: (?:to|for) .*)?", item)) is None:
+                break
+            chosen.append((subject, value[1]))
+    for field, value in re.findall(r"\bleave (\S+) (empty|None)", rest):
+        chosen.append((subject if field == "it" else field, "''" if value == "empty" else value))
+    if less := re.search(r"take (\d+) off either", rest):
+        for field in mentioned[:2]:
+            chosen.append((field, str(at(config, field) - int(less[1]))))
+    return list(dict.fromkeys([*found, *(_flag(field, value.strip("'"), config) for field, value in chosen)]))
+
+
+def _is_field(name: str, config: ConfigDict) -> bool:
+    return name in names(config) or is_open(name)
+
+
+def _flag(field: str, value: str, config: ConfigDict) -> str:
+    if value in objectives.catalogue.__all__:
+        return f"--config.objective.name={value}"
+    section, _, key = field.rpartition(".")
+    holder = at(config, section) if section else config
+    is_list = isinstance(holder.get(key), tuple) and value != "()"
+    word = value if re.fullmatch(r"[\d.]+", value) else repr(value)
+    return f"--config.{field}={f'({word},)' if is_list else value}"
+
+
+def _cause(error: UserError) -> tuple[str, int | None]:
+    """Return the place in the code that an error comes from."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return last.filename, last.lineno
+
+
+def accept(words: list[str]) -> None:
+    """Check a command's config as a run on 8 devices does. Raises its UserError."""
+    config = cli.read_config(words)
+    policy.check_weights(config)
+    check(config, count_devices=lambda: 8)
+
+
+def faulty(changes: dict[str, Any], base: str) -> ConfigDict:
+    config = cli.load_config(base)
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+@pytest.mark.parametrize(("changes", "name"), FAULTS, ids=lambda x: ",".join(x) if isinstance(x, dict) else "")
+def test_what_a_message_about_a_config_says_is_possible_and_mends_it(changes, name, tmp_path):
+    """The same command with the flags of the message gets past it: most often to the end, else to another refusal."""
+    file, number = tmp_path / "faulty.py", FAULTS.index((changes, name))
+    file.write_text(f"from tests import test_remedies as t\ndef get_config(): return t.faulty(*t.FAULTS[{number}])\n")
+    words = [f"--config={file}"]
+    with pytest.raises(UserError) as refused:
+        accept(words)
+    given = remedies(str(refused.value), changes, faulty(changes, name))
+    assert given, refused.value
+    for flag in given:
+        try:
+            accept([*words, flag])
+        except UserError as error:
+            assert _cause(error) != _cause(refused.value), flag
+            assert not re.match(rf"{flag.partition('=')[0].removeprefix('--config.')} is '", str(error)), error

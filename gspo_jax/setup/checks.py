@@ -218,7 +218,7 @@ def _check_correct(field: str, name: str, config: ConfigDict, own: Mapping[str, 
         )
     if scorer.is_graded(name, own):
         raise UserError(
-            f"{field} is {name!r}, which gives scores between wrong and correct; use a reward whose scores are all 0 or 1 "
+            f"{field} is {name!r}, which gives scores between wrong and correct; use a reward that gives 0 or 1 alone "
             "(a weight of 0 only logs it), or leave it empty for mean rewards in place of an accuracy"
         )
 
@@ -313,7 +313,7 @@ def _check_learning(config: ConfigDict, objective: Objective) -> None:
     if config.mismatch.center and not config.sampling.keep_top:
         raise UserError(
             "mismatch.center is True and sampling.keep_top 0, so that the sampler records no ids to centre over; set "
-            "it to 20, or mismatch.center to False"
+            "that to 20, or mismatch.center to False"
         )
     if config.mismatch.center and objective.level == "token" and not learning.recomputes(config):
         raise UserError(

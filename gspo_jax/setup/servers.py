@@ -45,7 +45,9 @@ def _check_comparisons(config: ConfigDict) -> None:
     if not ("judge" in config.rewards and config.judge.pairwise):
         return
     if config.sampling.group_size == 1:
-        raise UserError("judge.pairwise compares the responses of a group, and sampling.group_size is 1; use 2 or more")
+        raise UserError(
+            "judge.pairwise compares the responses of a group, and sampling.group_size is 1; set that to 2 or more"
+        )
     asked = {"eval.correct": config.eval.correct}
     asked |= {f"data.sources.{name}.correct": source.correct for name, source in config.data.sources.items()}
     for field, correct in asked.items():
