@@ -248,14 +248,18 @@ def check_facts_file(file: str | Path | None, *, flag: str = "json") -> None:
     if file is None:
         return
     foreign.check_name(file, f"--{flag}")
-    place = Path(file).absolute()
-    there = storage.nearest(place)
-    if place.is_dir():
+    if Path(file).is_dir():
         raise UserError(f"--{flag}={file} is a folder; give a file in it")
-    if there != place and not there.is_dir():
-        raise UserError(f"--{flag}={file} cannot be written, because {there} is not a folder; give another file")
+    _check_writable(file, flag=flag)
+
+
+def _check_writable(place: str | Path, *, flag: str) -> None:
+    whole = Path(place).absolute()
+    there = storage.nearest(whole)
+    if there != whole and not there.is_dir():
+        raise UserError(f"--{flag}={place} cannot be written, because {there} is not a folder; give another")
     if not os.access(there, os.W_OK):
-        raise UserError(f"--{flag}={file} cannot be written, because this account may not write {there}; give another")
+        raise UserError(f"--{flag}={place} cannot be written, because this account may not write {there}; give another")
 
 
 def check_new_file(file: str | Path | None, *, flag: str) -> None:
@@ -280,7 +284,7 @@ def check_output_folder(folder: str | Path | None, *, flag: str) -> None:
     foreign.check_name(folder, f"--{flag}")
     if Path(folder).is_file():
         raise UserError(f"--{flag}={folder} is a file; give a folder")
-    check_facts_file(Path(folder) / "any", flag=flag)
+    _check_writable(folder, flag=flag)
 
 
 def _guarded(step: Callable[[], Any]) -> Any:

@@ -66,7 +66,7 @@ class Finding:
     """One of "ok", "warning" and "failed"."""
     found: str
     remedy: str = ""
-    """Command or step that mends it. Empty if ok."""
+    """Command or step that mends it. Empty if ok. No stop follows a command, which is copied."""
 
 
 def examine(config: ConfigDict, workdir: str | None, *, with_draws: bool = False) -> list[Finding]:
@@ -114,9 +114,9 @@ def versions() -> list[Finding]:
         if version is None and name == "libtpu":
             found.append(Finding(name, "ok", "not installed"))  # only needed with TPU chips, which `devices` checks
         elif version is None:
-            found.append(Finding(name, "failed", "not installed", f"Install it: {installs.of_package(name)}."))
+            found.append(Finding(name, "failed", "not installed", f"Install it: {installs.of_package(name)}"))
         elif bound is not None and not bound.specifier.contains(version, prereleases=True):
-            remedy = f"Install a supported version: {installs.of_package(name)}."
+            remedy = f"Install a supported version: {installs.of_package(name)}"
             found.append(Finding(name, "failed", f"{version}, not {bound.specifier}", remedy))
         else:
             found.append(Finding(name, "ok", version))
@@ -194,7 +194,7 @@ def processes() -> Finding:
     count, here, all_devices = jax.process_count(), jax.local_device_count(), jax.device_count()
     found = f"process {jax.process_index()} of {count}, owns {here} of {all_devices} devices"
     if here * count != all_devices:
-        remedy = "Run this on all hosts at once: bash launch/tpu.sh exec … -- .venv/bin/python -m gspo_jax.doctor."
+        remedy = "Run this on all hosts at once: bash launch/tpu.sh exec … -- .venv/bin/python -m gspo_jax.doctor"
         return Finding("processes", "warning", found, remedy)
     return Finding("processes", "ok", found)
 
@@ -224,7 +224,7 @@ def open_files() -> Finding:
     """Check this process's limit on open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < MIN_OPEN_FILES:
-        remedy = f"Raise it before a run on many devices: ulimit -n {min(hard, 65536) if hard > 0 else 65536}."
+        remedy = f"Raise it before a run on many devices: ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
         return Finding("open files", "warning", f"at most {soft}", remedy)
     return Finding("open files", "ok", f"at most {soft}")
 
@@ -234,7 +234,7 @@ def bubblewrap() -> Finding:
     program = shutil.which("bwrap")
     needed = "Only rewards that run code need it: "
     if program is None:
-        return Finding("bubblewrap", "warning", "not installed", f"{needed}{installs.of_system('bubblewrap')}.")
+        return Finding("bubblewrap", "warning", "not installed", f"{needed}{installs.of_system('bubblewrap')}")
     command = [program, "--ro-bind", "/", "/", "--unshare-all", "true"]
     tried = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
     if tried.returncode:

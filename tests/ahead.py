@@ -13,12 +13,17 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-def figures(module: str, *arguments: str) -> dict:
-    """Run `python -m module`; print and return the JSON object on its last line of output."""
+def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m module` to its end."""
     ours = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")  # of conftest.py
     environment = {k: v for k, v in os.environ.items() if k not in ours} | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
+
+
+def figures(module: str, *arguments: str) -> dict:
+    """Run `python -m module`; print and return the JSON object on its last line of output."""
+    done = run(module, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
     print(result)

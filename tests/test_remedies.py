@@ -6,11 +6,14 @@ read out of messages that faults provoke, and done.
 
 import ast
 import importlib.util
+import os
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 import traceback
+import zipfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,13 +29,17 @@ from gspo_jax.folder import storage
 from gspo_jax.setup import policy
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.fields import at, is_open, names
+from tests.pods import run_commands
 from tests.test_cli import DENSE, MIXTURES, REFUSED
+from tests.tiny import mostly_slow
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "gspo_jax").rglob("*.py"))
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 PLACEHOLDER = re.compile(r"\{\}|[A-Z]{3,}|…")
 """A part of a command that a user fills in."""
+MESSAGES = ("report", "wandb", "gguf", "mcp")
+"""Extras that messages and pages name, beside those of devices."""
 
 
 def texts() -> list[str]:
@@ -98,7 +105,7 @@ def test_flags_that_messages_name_exist():
     assert named - others <= known and len(named) > 30
 
 
-@pytest.mark.parametrize("extra", ["tpu", "cuda", "report", "wandb", "gguf", "mcp"])
+@pytest.mark.parametrize("extra", ["tpu", "cuda", *MESSAGES])
 def test_an_extra_is_installed_by_what_it_requires(extra, monkeypatch):
     """As pyproject.toml has it. The metadata of a wheel say the same, as setuptools writes them."""
     wheel = [f'{text}; extra == "{name}"' for name, texts in EXTRAS.items() for text in texts]
@@ -106,6 +113,49 @@ def test_an_extra_is_installed_by_what_it_requires(extra, monkeypatch):
     python, *pip = shlex.split(installs.of_extra(extra))
     assert Path(python).absolute() == Path(sys.executable).absolute() and pip[:3] == ["-m", "pip", "install"]
     assert {Requirement(word) for word in pip[3:]} == {Requirement(text) for text in EXTRAS[extra]}
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory) -> Path:
+    """Return a folder of empty wheels of all that extras require, in the pinned versions."""
+    folder = tmp_path_factory.mktemp("index")
+    pinned = [
+        Requirement(line) for line in (ROOT / "launch/constraints.txt").read_text("utf-8").splitlines() if "==" in line
+    ]
+    versions = {each.name: str(each.specifier)[2:] for each in pinned if each.marker is None or each.marker.evaluate()}
+    for text in (*EXTRAS["tpu"], *EXTRAS["cuda"], *(text for name in MESSAGES for text in EXTRAS[name])):
+        each = Requirement(text)
+        named = f"{each.name}-{versions[each.name]}"
+        with zipfile.ZipFile(folder / f"{named}-py3-none-any.whl", "w") as wheel:
+            about = f"Metadata-Version: 2.1\nName: {each.name}\nVersion: {versions[each.name]}\n"
+            about += "".join(f"Provides-Extra: {extra}\n" for extra in ("tpu", "cuda12"))
+            wheel.writestr(f"{named}.dist-info/METADATA", about)
+            wheel.writestr(f"{named}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{named}.dist-info/RECORD", "")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tpu", "cuda", *MESSAGES, "gcsfs"])
+def test_an_install_is_found_by_pip(name, index, monkeypatch):
+    """As a shell reads it, in an index of empty wheels, and as far as pip's dry run goes."""
+    wheel = [f'{text}; extra == "{extra}"' for extra, texts in EXTRAS.items() for text in texts]
+    monkeypatch.setattr(metadata, "requires", lambda _: wheel)
+    command = installs.of_package(name) if name == "gcsfs" else installs.of_extra(name)
+    pip = {"NO_INDEX": "1", "FIND_LINKS": str(index), "DRY_RUN": "1", "IGNORE_INSTALLED": "1"}
+    environment = os.environ | {f"PIP_{key}": value for key, value in pip.items()}
+    done = subprocess.run(
+        command, shell=True, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    (found,) = re.findall("^Would install (.*)$", done.stdout, re.MULTILINE) or [done.stderr]
+    wanted = ["gcsfs"] if name == "gcsfs" else [Requirement(text).name for text in EXTRAS[name]]
+    assert [word.rpartition("-")[0] for word in found.split()] == sorted(wanted), done.stderr
+
+
+def test_a_system_s_package_is_installed_by_a_command_that_a_shell_reads():
+    """It is not run: it would need a network, and change this machine."""
+    words = shlex.split(installs.of_system("bubblewrap"))
+    assert words[-4:] == ["apt-get", "install", "-y", "bubblewrap"] and words[words.index("&&") - 1] == "update"
 
 
 def test_an_install_fits_the_interpreter(monkeypatch, tmp_path):
@@ -263,6 +313,75 @@ def _flag(field: str, value: str, config: ConfigDict) -> str:
     return f"--config.{field}={f'({word},)' if is_list else value}"
 
 
+TRAIN, SWEEP = "train --config=tiny --workdir=TMP/run", "sweep --config=tiny --runs=TMP/sweep"
+CONVERT, CUBE = f"convert --from={GOLDEN}/adder --to=TMP/new", "plan --config=qwen3_30b_a3b --topology=v5p:4x4x4"
+DRAFTS = f"{CUBE} --lengths=lognormal:4096:0.8 --config.sampling.draft=own"
+COMMANDS = [
+    ("train --config=tiny --workdr=TMP/run", r"did you mean (--\w+)\?", "train --config=tiny {}=TMP/run", ""),
+    (f"{TRAIN} --learning_rate=1e-5", r"did you mean (--\S+)\?", f"{TRAIN} {{}}=1e-5", ""),
+    (f"{TRAIN} --config.iteratons=3", r"did you mean '(\w+)'", f"{TRAIN} --config.{{}}=3", ""),
+    ("train --workdir=TMP/run", r"for example (\S+)$", "train {} --workdir=TMP/run", ""),
+    (
+        "train --config=README.md --workdir=TMP/run",
+        r"or a name such as (\w+)$",
+        "train --config={} --workdir=TMP/run",
+        "",
+    ),
+    ("train --config=configs/tinny.py:single --workdir=x", r"mean (\S+)\?", "train --config={} --workdir=TMP/run", ""),
+    (TRAIN.replace("tiny", "gsm8k"), r"(--config\S+=)DIR$", f"{TRAIN} {{}}{GOLDEN}/adder", ""),
+    (SWEEP, r"give (--sweep) FIELD=VALUE,VALUE", f"{SWEEP} {{}} objective.name=grpo,gspo", ""),
+    (SWEEP, r"or (--seeds)=N$", f"{SWEEP} {{}}=2", ""),
+    (f"{SWEEP} --sweep seed=1,2", r"use (--seeds=\S+)$", f"{SWEEP} {{}}", ""),
+    (f"{SWEEP} --sweep objective.name=grpo", r"set it by (--\S+)$", f"{SWEEP} --seeds=2 {{}}", ""),
+    (f"{SWEEP} --seeds=two", r"such as 0,2,5$|such as (\d+)", f"{SWEEP} --seeds={{}}", ""),
+    (f"{SWEEP} --sweep=objective", r"such as (\S+)$", f"{SWEEP} --sweep={{}}", ""),
+    (f"{SWEEP} --seeds=0,1 --config.seed=3", r"leave out (--config.seed)$", f"{SWEEP} --seeds=0,1", ""),
+    (f"{CONVERT} --dtype=int8", r"use (\w+) or", f"{CONVERT} --dtype={{}}", ""),
+    (f"{CONVERT} --merge", r"leave out (--merge)$", CONVERT.replace("new", "newer"), ""),
+    (
+        "plan --config=tiny --topology=v5p-8",
+        r"write the slice as (\S+)$",
+        "plan --config=tiny --topology={}",
+        "there are 4",
+    ),
+    (f"{CUBE} --tune --config.sampling.draft=own", r"such as (--lengths=\S+)$", f"{DRAFTS} --tune", "--tune does not"),
+    (f"{DRAFTS} --tune", r"use (--config\S+), ", f"{CUBE} {{}} --tune --lengths=a", "--lengths is 'a'"),
+    (f"{CUBE} --lengths=a", r"write it as (\S+) or", f"{CUBE} --lengths={{}} --programs=update", "--lengths needs all"),
+    (DRAFTS, r"such as (--accepted=\S+) ", f"{DRAFTS} {{}} --programs=update", "--lengths needs all"),
+    (DRAFTS, r"or use (--config\S+)$", f"{DRAFTS} {{}} --programs=update", "--lengths needs all"),
+    (f"{CUBE} --rates=TMP/no", r"by python -m gspo_jax\.(bench --calibrate=\S+)$", "{} --model=x", "leave out --model"),
+    ("bench --calibrate=TMP/r --model=x", r"leave out (--model)$", "bench --calibrate=TMP", "give a file in it"),
+    (
+        f"sample --model={GOLDEN}/adder --in=TMP/no",
+        r"give one with (--out)=FILE$",
+        f"sample --model={GOLDEN}/adder --in=TMP/no {{}}=TMP/o",
+        "TMP/no does not exist",
+    ),
+]
+"""A mistake; the part of what is said of it that is to be typed; a command with that part; how far it comes, "": on.
+
+None of them trains, compiles or measures: training and sweeps are only checked, and plans are refused for another
+reason.
+"""
+
+
+@pytest.mark.faults
+def test_commands_do_what_messages_about_them_say(tmp_path):
+    def run(commands: list[str]) -> list[tuple[int, str, str]]:
+        return run_commands([shlex.split(f"gspo_jax.{command}".replace("TMP", str(tmp_path))) for command in commands])
+
+    check_only = {"train": " --check_for=8", "sweep": " --dry-run"}
+    mended = []
+    for (mistake, pattern, command, _), (code, _, said) in zip(
+        COMMANDS, run([row[0] for row in COMMANDS]), strict=True
+    ):
+        match = re.search(pattern, said.rstrip("\n"))
+        assert code == 2 and match is not None, f"{mistake}: {said}"
+        mended.append(command.format(match[1]) + check_only.get(command.partition(" ")[0], ""))
+    for command, (*_, far), (code, _, said) in zip(mended, COMMANDS, run(mended), strict=True):
+        assert (code, far.replace("TMP", str(tmp_path)) in said) == (2 if far else 0, True), f"{command}: {said}"
+
+
 def _cause(error: UserError) -> tuple[str, int | None]:
     """Return the place in the code that an error comes from."""
     last = traceback.extract_tb(error.__traceback__)[-1]
@@ -282,7 +401,11 @@ def faulty(changes: dict[str, Any], base: str) -> ConfigDict:
     return config
 
 
-@pytest.mark.parametrize(("changes", "name"), FAULTS, ids=lambda x: ",".join(x) if isinstance(x, dict) else "")
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    mostly_slow(FAULTS, always=FAULTS[::3]),
+    ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
+)
 def test_what_a_message_about_a_config_says_is_possible_and_mends_it(changes, name, tmp_path):
     """The same command with the flags of the message gets past it: most often to the end, else to another refusal."""
     file, number = tmp_path / "faulty.py", FAULTS.index((changes, name))

@@ -104,7 +104,7 @@ def read(path: Path, *, generation: str) -> Rates:
     Raises:
       UserError: the file is unreadable, a figure invalid, or the generation different.
     """
-    again = "write it with python -m gspo_jax.bench --calibrate"
+    again = f"write it on {generation} by python -m gspo_jax.bench --calibrate={path}"
     try:
         foreign.is_file(path)
         found: dict[str, Any] = json.loads(path.read_text("utf-8"))

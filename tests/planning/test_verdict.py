@@ -6,6 +6,7 @@ import pytest
 
 from gspo_jax import cli
 from gspo_jax.planning import programs, verdict
+from tests import ahead
 from tests.planning.test_plan import RECIPE, setting
 
 GB = 10**9
@@ -83,3 +84,16 @@ def test_a_larger_slice_has_a_mesh_that_shards_the_state_further():
     whole.config.data.prompts_per_batch = 8  # too few for 16 shards of a batch
     says = verdict.misfit("reshard", program(120), whole, "v5p:2x2x2")
     assert says.endswith("or --topology=v5p:2x2x4 --config.mesh.tensor=2")
+
+
+@pytest.mark.slow
+@ahead.needs_libtpu
+def test_the_flags_of_a_verdict_make_the_program_fit():
+    """Activations of a row of 4096 tokens, all of them kept beside all of the state, on one chip of v5e."""
+    words = ["--config=gsm8k", "--config.model.published=Qwen3-0.6B", "--topology=v5e:1x1", "--programs=update"]
+    words += ["--config.training.row_tokens=4096", "--config.model.remat=none"]
+    tight = ahead.run("gspo_jax.plan", *words)
+    assert tight.returncode == 1, tight.stderr
+    (flags,) = re.findall("^does not fit: .*; try (--config[^,]*), or --topology=v5e:2x2$", tight.stdout, re.MULTILINE)
+    light = ahead.run("gspo_jax.plan", *words, *flags.split())
+    assert light.returncode == 0 and "\nfits as far as planned: " in light.stdout, light.stdout + light.stderr
