@@ -339,14 +339,14 @@ def _parse(
         argv = _without_config(argv)
         _open_added(argv, config)
         check_overrides(argv, config)
-        argv = _set_nones(argv, config)
+    nones = _nones(argv)
     command, sys.argv = sys.argv, argv  # ml_collections looks for overrides there
     try:
         if config is None:
             flags.DEFINE_string("config", None, "", flag_values=values)
         else:
             config_flags.DEFINE_config_dict("config", config, flag_values=values)
-        rest = values(argv)
+        rest = values([word for word in argv if word not in nones])
     except flags.IllegalFlagValueError as error:
         raise UserError(_wrong_value(str(error), config or ConfigDict(), values)) from None
     except flags.UnrecognizedFlagError as error:
@@ -357,6 +357,10 @@ def _parse(
         sys.argv = command
     if len(rest) > 1:
         raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
+    for name in nones.values():
+        if last_given(argv, f"config.{name}") == "None":
+            section, _, key = name.rpartition(".")
+            at(values.config, section)[key] = None
     if saved is not None and workdir is not None:
         same.check_same_run(values.config, saved, workdir, adjusts=trains)
     return rest
@@ -389,18 +393,10 @@ def _open_added(argv: list[str], config: ConfigDict) -> None:
                     section[match[2]] = benchmark() if match[3] else NAMED[match[1]]()
 
 
-def _set_nones(argv: list[str], config: ConfigDict) -> list[str]:
-    """Set the fields of `--config.a.b=None` to None, where they may be. Return the words that are left to parse."""
-    left: list[str] = []
-    for word in argv:
-        match = re.fullmatch(r"--?config\.(.+)=None", word)
-        if match is None or not may_be_none(match[1]):
-            left.append(word)
-            continue
-        section, _, key = match[1].rpartition(".")
-        at(config, section)[key] = None
-        left = [each for each in left if not re.match(rf"--?config\.{re.escape(match[1])}(=|$)", each)]
-    return left
+def _nones(argv: list[str]) -> dict[str, str]:
+    """Return the words `--config.a.b=None` of fields that may be None, with the field's name."""
+    found = {word: match[1] for word in argv if (match := re.fullmatch(r"--?config\.(.+)=None", word))}
+    return {word: name for word, name in found.items() if may_be_none(name)}
 
 
 def _unknown_flag(name: str, config: ConfigDict, values: flags.FlagValues) -> str:

@@ -278,7 +278,7 @@ def test_rates_that_cannot_be_used(change, says, tmp_path) -> None:
     old = json.loads(file.read_text())
     del old["grid_step"]  # of a version without
     file.write_text(json.dumps(old))
-    with pytest.raises(UserError, match=r"cannot be used \(it has no 'grid_step'\); write it with python -m gspo_"):
+    with pytest.raises(UserError, match=r"cannot be used \(it has no 'grid_step'\); write it on v5p by python"):
         rates.read(file, generation="v5p")
     rates.write(file, dataclasses.replace(rates.assumed("v5p"), grid_step=0.0), generation="v5p")
     assert rates.read(file, generation="v5p").grid_step == 0

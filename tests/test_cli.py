@@ -117,6 +117,21 @@ def test_a_value_of_the_wrong_type(word, says):
     assert str(error.value) == says
 
 
+@pytest.mark.parametrize(
+    ("words", "slots"),
+    [
+        (["--config.sampling.slots=8"], 8),
+        (["--config.sampling.slots=8", "-config.sampling.slots=None"], None),
+        (["--config.sampling.slots", "8", "--config.sampling.slots=None"], None),
+        (["--config.sampling.slots=None", "--config.sampling.slots=16"], 16),
+    ],
+)
+def test_a_field_that_may_be_none_can_be_set_to_it(words, slots):
+    assert cli.read_config([f"--config={TINY}", *words]).sampling.slots == slots
+    with pytest.raises(UserError, match="iterations is 'None'; use a whole number"):
+        cli.read_config([f"--config={TINY}", "--config.iterations=None"])
+
+
 def test_flags_add_a_benchmark():
     words = ("data=aime24", "every=50", "samples=32")
     config = cli.read_config([f"--config={TINY}", *(f"--config.benchmarks.aime24.{word}" for word in words)])

@@ -6,6 +6,7 @@ A local folder stands in for the bucket; the slow tests use an emulator of Googl
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -152,6 +153,21 @@ def test_a_bucket_that_cannot_be_used_is_told_at_once(tmp_path, bucket):
         pytest.raises(UserError, match=r"cannot use .*; check that the bucket exists and that this machine may write"),
         open_folder("gs://bucket/run"),
     ):
+        pass
+
+
+def test_a_bucket_that_nothing_serves_is_one_sentence_soon(monkeypatch):
+    """Not after the library's own six tries of each request."""
+    monkeypatch.setattr(storage_lib, "REACH_S", 0.1)
+    with socket.create_server(("localhost", 0)) as server:
+        place = f"localhost:{server.getsockname()[1]}"
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", place)
+        storage_lib.check_client("gs://bucket/run")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://{place}")
+    says = (
+        r"^cannot use gs://bucket/run: localhost cannot be reached \(Connection refused\); .* or give a local folder$"
+    )
+    with pytest.raises(UserError, match=says), open_folder("gs://bucket/run"):
         pass
 
 
