@@ -119,7 +119,7 @@ def _start(main: Main, default: ConfigDict | None) -> None:
     reuse_memory()
     gc.freeze()
     gc.set_threshold(50_000)  # tracing creates many objects that live long
-    if not backend.on_tpu_vm():
+    if os.environ.get("TPU_SKIP_MDS_QUERY") == "1" and not backend.on_tpu_vm():  # jax, too, has found no chips
         backend.use_libtpu_alone()
     count = processes.start()
     prepare(config)
