@@ -330,6 +330,7 @@ def test_code_of_the_user_s_that_ends_a_command_is_named_and_the_exit_code_says_
 
 
 SHORT = {"cpu_devices": 1, "mesh.data": 1, "mesh.fsdp": 1, "mesh.expert": 1, "training.minibatches": 1}
+SHORT |= {"sampling.slots": 4, "sampling.pool_tokens": 64}
 """Fields for a run whose programs are soon compiled."""
 
 
