@@ -254,9 +254,7 @@ def test_everything_at_once(data, tmp_path, written):
 @pytest.mark.usefixtures("one_device")
 def test_truncated_sampling_in_turns_leaves_ratios_at_one(data, tmp_path, written):
     """To rounding in the first mini-batch, by the sampler's log-probs and R3, of packed rows."""
-    config = settings(
-        data, arg="steps,single,runlocal", model__folder=str(COUNTER), iterations=1, sampling__slots=4
-    )
+    config = settings(data, arg="steps,single,runlocal", model__folder=str(COUNTER), iterations=1, sampling__slots=4)
     config.environment.name, config.routing.replay = "countdown_feedback", "r3"
     config.sampling.update({"max_response_length": 64, "top_p": 0.8, "keep_top": 32})
     config.training.old_logprobs = "sampler"

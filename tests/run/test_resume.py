@@ -92,7 +92,10 @@ def test_adapters_on_a_mixture_resume_with_unfinished_episodes_to_the_same_bits(
     base = shutil.copytree(ROOT / "tests" / "golden" / "adder", tmp_path / "base")
     settings = {"model.folder": base, "iterations": ITERATIONS, "checkpoint.every": 1, "reference.kl_weight": 0.01}
     settings |= {"adapter.rank": 4, "adapter.expert_rank": 2, "optimizer.learning_rate": 1e-2}
-    settings |= {"adapter.base_dtype": "int8", "sampling.slots": 4}  # never halved, so that the decoder compiles one loop
+    settings |= {
+        "adapter.base_dtype": "int8",
+        "sampling.slots": 4,
+    }  # never halved, so that the decoder compiles one loop
 
     def mixed(workdir: Path) -> list[str]:
         return ["-m", "gspo_jax.train", *train_flags(str(tmp_path / "mixture.py"), workdir, settings)]
@@ -139,6 +142,7 @@ def write_rows(file: Path, numbers: range, **fields: object) -> None:
 
 
 @pytest.mark.faults
+@pytest.mark.usefixtures("one_device")
 def test_a_run_whose_data_files_or_reference_changed_is_refused_by_name(tmp_path, capsys, monkeypatch):
     """One after the other; with all put back it goes on, and longer; what may change, and did, is said."""
     folder, rows, held_out, judge, shots = (
@@ -151,9 +155,10 @@ def test_a_run_whose_data_files_or_reference_changed_is_refused_by_name(tmp_path
     judge.write_text(JUDGE.replace("VALUE", "1"))
     (tmp_path / "scale.py").touch()
     shots.write_text(json.dumps({"prompt": "1+1=", "completion": "2"}))
-    config = cli.load_config(f"{ROOT}/configs/tiny.py:runlocal")
+    config = cli.load_config(f"{ROOT}/configs/tiny.py:single,runlocal")
     config.update_from_flattened_dict(
         {"model.folder": str(folder), "iterations": 1, "sampling.group_size": 4, "reference.kl_weight": 0.1}
+        | {"sampling.slots": 4}
         | {"data.task": "jsonl", "data.train": str(rows), "data.test": str(held_out), "data.few_shot": str(shots)}
         | {"data.data_dir": "", "sampling.max_response_length": 8, "data.max_prompt_length": 16}
     )
