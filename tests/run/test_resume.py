@@ -142,7 +142,6 @@ def write_rows(file: Path, numbers: range, **fields: object) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.usefixtures("one_device")
 def test_a_run_whose_data_files_or_reference_changed_is_refused_by_name(tmp_path, capsys, monkeypatch):
     """One after the other; with all put back it goes on, and longer; what may change, and did, is said."""
     folder, rows, held_out, judge, shots = (
@@ -155,7 +154,7 @@ def test_a_run_whose_data_files_or_reference_changed_is_refused_by_name(tmp_path
     judge.write_text(JUDGE.replace("VALUE", "1"))
     (tmp_path / "scale.py").touch()
     shots.write_text(json.dumps({"prompt": "1+1=", "completion": "2"}))
-    config = cli.load_config(f"{ROOT}/configs/tiny.py:single,runlocal")
+    config = cli.load_config(f"{ROOT}/configs/tiny.py:runlocal")
     config.update_from_flattened_dict(
         {"model.folder": str(folder), "iterations": 1, "sampling.group_size": 4, "reference.kl_weight": 0.1}
         | {"sampling.slots": 4}
