@@ -92,10 +92,7 @@ def test_adapters_on_a_mixture_resume_with_unfinished_episodes_to_the_same_bits(
     base = shutil.copytree(ROOT / "tests" / "golden" / "adder", tmp_path / "base")
     settings = {"model.folder": base, "iterations": ITERATIONS, "checkpoint.every": 1, "reference.kl_weight": 0.01}
     settings |= {"adapter.rank": 4, "adapter.expert_rank": 2, "optimizer.learning_rate": 1e-2}
-    settings |= {
-        "adapter.base_dtype": "int8",
-        "sampling.slots": 4,
-    }  # never halved, so that the decoder compiles one loop
+    settings |= {"adapter.base_dtype": "int8", "sampling.slots": 4}  # never halved: one loop is compiled
 
     def mixed(workdir: Path) -> list[str]:
         return ["-m", "gspo_jax.train", *train_flags(str(tmp_path / "mixture.py"), workdir, settings)]
@@ -157,7 +154,6 @@ def test_a_run_whose_data_files_or_reference_changed_is_refused_by_name(tmp_path
     config = cli.load_config(f"{ROOT}/configs/tiny.py:runlocal")
     config.update_from_flattened_dict(
         {"model.folder": str(folder), "iterations": 1, "sampling.group_size": 4, "reference.kl_weight": 0.1}
-        | {"sampling.slots": 4}
         | {"data.task": "jsonl", "data.train": str(rows), "data.test": str(held_out), "data.few_shot": str(shots)}
         | {"data.data_dir": "", "sampling.max_response_length": 8, "data.max_prompt_length": 16}
     )
