@@ -86,9 +86,9 @@ def generate(decoding: Decoding, done: np.ndarray, lengths: np.ndarray) -> tuple
     phase = np.zeros(groups, int)
     fewer = [*(slots >> (i + 1) for i in range(len(decoding.fixed) - 1)), 0]
     while True:
+        going = np.array([goes_on(f) for f in fewer])
         for _ in fewer:  # a group may go through several phases at once
-            over_now = ~np.array([goes_on(f) for f in fewer])[phase, np.arange(groups)]
-            phase = np.minimum(phase + over_now, len(fewer) - 1)
+            phase = np.minimum(phase + ~going[phase, np.arange(groups)], len(fewer) - 1)
         running = goes_on(0)
         ready = running if decoding.poll is None else running & (steps - before < decoding.poll)
         if not ready.any():

@@ -38,10 +38,13 @@ DATA = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "own").glob("*.md"))}
 GOLDEN = ROOT / "tests" / "golden"
 ADDER = GOLDEN / "adder"
-SHORT = (*("iterations=1", "training.minibatches=1", "cpu_devices=1", "mesh.data=1", "mesh.fsdp=1", "mesh.expert=1"),)
-"""Fields of the config that shorten a run."""
-SMALL = ("data.prompts_per_batch=4", "sampling.group_size=4", "sampling.slots=4", "eval.prompts=4")
-"""Fields of a small batch. So few slots are never halved, so that the decoder compiles one loop."""
+SHORT = (
+    *("iterations=1", "training.minibatches=1", "cpu_devices=1", "mesh.data=1", "mesh.fsdp=1", "mesh.expert=1"),
+    "sampling.slots=4",
+)
+"""Fields of the config that shorten a run. So few slots are never halved, so that the decoder compiles one loop."""
+SMALL = ("data.prompts_per_batch=4", "sampling.group_size=4", "eval.prompts=4")
+"""Fields of a small batch."""
 
 
 def _blocks(language: str, page: str) -> list[str]:

@@ -158,7 +158,7 @@ def test_one_host_trains_and_goes_on_in_another_session(tmp_path):
         lines = [{"question": f"{a}+{b}=?", "answer": f"#### {a + b}"} for a in range(10, 14) for b in range(10, 14)]
         (data / f"{split}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     sizes = {"data.prompts_per_batch": 8, "data.max_prompt_length": 256, "sampling.group_size": 4, "eval.prompts": 8}
-    sizes |= {"sampling.max_response_length": 64, "sampling.slots": 32, "training.row_tokens": 512}
+    sizes |= {"sampling.max_response_length": 64, "sampling.slots": 16, "training.row_tokens": 512}
     sizes |= {"sampling.mesh.tensor": 2, "sampling.mesh.data": 4}
     fields = {"model.published": "", "iterations": 2} | sizes
     thinks = '"--config.data.enable_thinking=False"'

@@ -14,7 +14,7 @@ from gspo_jax.data import tasks
 from gspo_jax.errors import UserError
 from gspo_jax.limited import quoted
 from gspo_jax.parallel import compilation
-from tests.pods import ROOT, field_run, rows_of
+from tests.pods import ROOT, rows_of, small_run
 
 
 def test_a_stream_goes_on_once_its_reader_is_gone():
@@ -124,7 +124,7 @@ def test_a_file_never_takes_the_place_of_a_closed_stream(tmp_path, closed):
 @pytest.mark.faults
 @pytest.mark.parametrize("words", ['ulimit -Sn 64; "$@" >&- 2>&- <&-', '"$@" | head -n 1'])
 def test_a_run_needs_no_reader(tmp_path, data, words):
-    flags = field_run(tmp_path / "run", data, iterations=1)
+    flags = small_run(tmp_path / "run", data)
     command = ["bash", "-o", "pipefail", "-c", words, "bash", sys.executable, "-m", "gspo_jax.train", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=400)
     assert done.returncode == 0, done.stderr

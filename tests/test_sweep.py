@@ -347,7 +347,7 @@ ITERATIONS = 6
 """Iterations of the runs below."""
 
 
-ONE_DEVICE = {"cpu_devices": 1, "mesh.data": 1, "mesh.fsdp": 1, "mesh.expert": 1}
+ONE_DEVICE = {"cpu_devices": 1, "mesh.data": 1, "mesh.fsdp": 1, "mesh.expert": 1, "sampling.slots": 4}
 """Fields for runs whose programs are soon compiled."""
 
 
@@ -446,7 +446,6 @@ def test_what_fails_is_named_and_the_others_go_on(data, tmp_path):
         "iterations": 1,
         "data.prompts_per_batch": 4,
         "sampling.group_size": 4,
-        "sampling.slots": 4,
         "eval.prompts": 4,
     } | ONE_DEVICE
     code, said = _finish(tmp_path, "--sweep", "optimizer.learning_rate=1e38,1e-4", *_fields(data, **fields))

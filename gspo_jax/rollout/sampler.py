@@ -236,16 +236,23 @@ class Sampler:
             prefilled = jax.block_until_ready(
                 decoder.prefill(self._graph, self._weights, batch, own_keys, rows, **self.prefill_options)
             )
-            middle = time.perf_counter()
+            middle, taken = time.perf_counter(), 0
+
+            def poll() -> None:
+                nonlocal taken
+                taken += 1
+                self.poll()
+
             inputs = self._weights, prefilled, own_keys, most
             if (pieces := self.pieces(len(keys), min_ended, heard=heard is not None)) is not None:
                 told = None if heard is None else self._tell(heard, len(keys))
-                decoded = pieces(*inputs, prompt_length=width, poll=self.poll, heard=told)
+                decoded = pieces(*inputs, prompt_length=width, poll=poll, heard=told)
             else:
                 options = self.decode_options(len(keys), min_ended)
                 decoded = decoder.decode(self._graph, *inputs, **options, prompt_length=width)
             decoded = jax.block_until_ready(decoded)
             self._count(decoded.stats, prefill_s=middle - start, decode_s=time.perf_counter() - middle)
+        shapes = *shapes, taken > 1  # the first decode of several pieces adds programs
         if _programs.count()[0] > compiled and shapes in self._sampled_shapes:
             # Otherwise every iteration would silently pay for compilation.
             raise RuntimeError(f"prompts of shape {shapes[0]} were sampled before, yet the sampler was compiled again")

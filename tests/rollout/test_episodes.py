@@ -334,6 +334,16 @@ def test_shapes_are_compiled_once_unless_their_programs_are_dropped():
 
 
 @pytest.mark.slow
+def test_a_call_of_several_pieces_may_follow_one_of_a_single_piece():
+    """Its ended responses are heard in between, by a program that the first call did not need."""
+    own, ended = make_sampler(poll_steps=1), []
+    own.load(Weights.full(place(params(), MESH)))
+    for longest, calls in ((1, 0), (T, 1)):
+        own(some(0, 2), KEY, limits=np.full(2 * G, longest, np.int32), heard=lambda rows, _: ended.append(rows))
+        assert (len(ended) > 0) == calls
+
+
+@pytest.mark.slow
 def test_turns_in_parts(sampler):
     """Multi-turn episodes that are cut off and resumed equal those played to the end in one call."""
     player = Player(sampler, environment=Replying(answer), max_turns=3)

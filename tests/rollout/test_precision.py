@@ -50,11 +50,13 @@ def test_a_sampler_s_copy_is_rounded_but_for_norms_and_routers(precision):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
 def test_sampler_and_trainer_differ_by_the_precision_of_the_weights(data, tmp_path):
     """The KL of a batch hangs on its rarest token, so the mean difference of log-probs tells bfloat16 from int8."""
     kl, mean = {}, {}
     for precision in ("", "bfloat16", "int8"):
-        config = settings(data, model__folder=str(ADDER), iterations=1, sampling__weights_dtype=precision)
+        config = settings(data, arg="single,runlocal", model__folder=str(ADDER), iterations=1, sampling__slots=4)
+        config.sampling.weights_dtype = precision
         train(config, tmp_path / f"run-{precision}")
         measured = read_metrics(tmp_path / f"run-{precision}")[1]
         kl[precision], mean[precision] = measured["mismatch/kl"], measured["mismatch/mean"]

@@ -23,7 +23,7 @@ from gspo_jax.run.branch import Request, Source
 from gspo_jax.train import train
 from gspo_jax.training.checkpoint import describe
 from gspo_jax.training.state import make_optimizer, with_new_schedule
-from tests.pods import ROOT, Pod, field_run, rows_of, run_processes, state_of
+from tests.pods import ROOT, Pod, rows_of, run_processes, state_of, train_flags
 from tests.run.test_train import tiny
 from tests.tiny import on_one_device
 
@@ -358,9 +358,13 @@ def test_a_critic_is_taken_left_behind_or_made(adder, tmp_path, capsys):
 
 @pytest.mark.faults
 def test_two_processes_begin_where_one_was(whole, data, tmp_path):
-    """On half its devices. Process 0 chooses the checkpoint for both, or both end by its sentence."""
-    fewer = {"cpu_devices": 4, "mesh.data": 1, "sampling.slots": 16}
-    before, words = contents(whole), ["-m", "gspo_jax.train", *field_run(tmp_path / "new", data, iterations=1, **fewer)]
+    """On half its devices, without partial rollouts. Process 0 chooses the checkpoint for both, or both end by its
+    sentence.
+    """
+    fields = {"model.folder": ADDER, "data.data_dir": data, "iterations": 1, "reference.kl_weight": 0.01}
+    fields |= {"cpu_devices": 4, "mesh.data": 1, "sampling.slots": 16}
+    new = train_flags(f"{ROOT}/tests/pod_config.py:dapo", tmp_path / "new", fields)
+    before, words = contents(whole), ["-m", "gspo_jax.train", *new]
     with Pod(2, *words, f"--from={whole}@1") as pod:
         for text in pod.finish():
             assert f"error: the run in {whole} has no checkpoint 1; there are 5, 6, numbered by iterations" in text

@@ -130,9 +130,13 @@ def use_ppo(config: ConfigDict, trunk: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
 def test_ppo_with_a_critic_of_its_own_and_its_kl_in_the_reward(data, tmp_path, written):
-    """The critic learns, and a resumed run finds it in the checkpoint."""
-    config = settings(data, model__folder=str(ADDER), checkpoint__every=1)
+    """The critic learns, and a resumed run finds it in the checkpoint.
+
+    On one device; test_update.py has PPO on eight.
+    """
+    config = settings(data, arg="single,runlocal", model__folder=str(ADDER), checkpoint__every=1, sampling__slots=4)
     use_ppo(config, "own")
     rows = run(config, tmp_path / "run", written)
     assert rows[0]["reference/kl"] == pytest.approx(0, abs=1e-8), "the reference is the initial policy"
@@ -247,9 +251,10 @@ def test_everything_at_once(data, tmp_path, written):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
 def test_truncated_sampling_in_turns_leaves_ratios_at_one(data, tmp_path, written):
     """To rounding in the first mini-batch, by the sampler's log-probs and R3, of packed rows."""
-    config = settings(data, arg="steps,runlocal", model__folder=str(COUNTER), iterations=1)
+    config = settings(data, arg="steps,single,runlocal", model__folder=str(COUNTER), iterations=1, sampling__slots=4)
     config.environment.name, config.routing.replay = "countdown_feedback", "r3"
     config.sampling.update({"max_response_length": 64, "top_p": 0.8, "keep_top": 32})
     config.training.old_logprobs = "sampler"

@@ -33,6 +33,7 @@ from tests.pods import (
     run_commands,
     run_faulty,
     run_processes,
+    small_run,
     stopped,
 )
 
@@ -175,7 +176,7 @@ finally:
 
 def test_a_run_needs_neither_network_nor_tensorflow(tmp_path):
     """In a network namespace without any interface, where users may make one."""
-    words = [sys.executable, "-c", WITHOUT_TENSORFLOW, *command(tmp_path / "run", tmp_path / "data", iterations=1)]
+    words = [sys.executable, "-c", WITHOUT_TENSORFLOW, *small_run(tmp_path / "run", tmp_path / "data")]
     alone = ["unshare", "-rn"]
     if shutil.which("unshare") and subprocess.run([*alone, "true"], capture_output=True, check=False).returncode == 0:
         words = [*alone, *words]
@@ -192,8 +193,8 @@ def test_gradients_that_are_not_finite_end_the_run_and_are_never_saved(data, tmp
     name = next(name for name in weights if "q_proj" in name)
     weights[name] = np.full_like(weights[name], 3e38)  # finite, but its products are not
     save_file(weights, model / "model.safetensors")
-    settings = {"model.folder": model, "training.max_skipped": 3, "checkpoint.every": 1}
-    codes, said = run_faulty("TERM:none:1", command(tmp_path / "run", data, **settings))
+    settings = {"model.folder": model, "iterations": 6, "training.max_skipped": 3, "checkpoint.every": 1}
+    codes, said = run_faulty("TERM:none:1", small_run(tmp_path / "run", data, **settings))
     assert codes == [exits.DIVERGED], said
     assert re.search(r"error: 3 updates in a row were skipped \(.*policy\.|error: 3 updates .*the loss is nan", said), (
         said
@@ -202,7 +203,7 @@ def test_gradients_that_are_not_finite_end_the_run_and_are_never_saved(data, tmp
 
 def test_a_run_that_diverged_goes_on_as_its_error_says(data, tmp_path):
     """From its newest checkpoint, by the same command with the printed flag."""
-    words = command(tmp_path / "run", data, **{"checkpoint.every": 1, "iterations": 4, "training.max_skipped": 2})
+    words = small_run(tmp_path / "run", data, **{"checkpoint.every": 1, "iterations": 4, "training.max_skipped": 2})
     codes, said = run_faulty("skip:updated:5", words)
     assert codes == [exits.DIVERGED], said
     (flag,) = re.findall(r"the same command with (--config\.optimizer\.learning_rate=\S+), or begin another run", said)
@@ -329,10 +330,6 @@ def test_code_of_the_user_s_that_ends_a_command_is_named_and_the_exit_code_says_
         assert "Traceback" not in said
 
 
-SHORT = {"cpu_devices": 1, "mesh.data": 1, "mesh.fsdp": 1, "mesh.expert": 1, "training.minibatches": 1}
-"""Fields for a run whose programs are soon compiled."""
-
-
 @pytest.mark.parametrize(
     ("name", "field", "code", "says"),
     [
@@ -344,7 +341,7 @@ SHORT = {"cpu_devices": 1, "mesh.data": 1, "mesh.fsdp": 1, "mesh.expert": 1, "tr
 def test_a_run_that_code_of_the_user_s_ends_is_not_finished(name, field, code, says, data, tmp_path):
     """Through the launcher, which does not believe a code alone."""
     root = copy_of_launchers(tmp_path / "repository")
-    words = command(tmp_path / "run", data, **SHORT, **{"functions.own": f"{ROOT}/tests/leaving.py:{name}"})
+    words = small_run(tmp_path / "run", data, **{"functions.own": f"{ROOT}/tests/leaving.py:{name}"})
     codes, said = launch_faulty("TERM:none:1", [*words, f"--config.{field}"], count=1, root=root)
     assert codes == [code] and re.search(f"^{says}", said, re.MULTILINE), said
     assert not (tmp_path / "run" / "finished.json").exists()

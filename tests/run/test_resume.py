@@ -92,7 +92,7 @@ def test_adapters_on_a_mixture_resume_with_unfinished_episodes_to_the_same_bits(
     base = shutil.copytree(ROOT / "tests" / "golden" / "adder", tmp_path / "base")
     settings = {"model.folder": base, "iterations": ITERATIONS, "checkpoint.every": 1, "reference.kl_weight": 0.01}
     settings |= {"adapter.rank": 4, "adapter.expert_rank": 2, "optimizer.learning_rate": 1e-2}
-    settings |= {"adapter.base_dtype": "int8", "sampling.slots": 8}
+    settings |= {"adapter.base_dtype": "int8", "sampling.slots": 4}  # never halved: one loop is compiled
 
     def mixed(workdir: Path) -> list[str]:
         return ["-m", "gspo_jax.train", *train_flags(str(tmp_path / "mixture.py"), workdir, settings)]

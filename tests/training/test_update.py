@@ -192,16 +192,6 @@ def reference(experience):
 
 
 @pytest.mark.slow
-def test_one_device_and_eight_agree(experience, reference):
-    grads, metrics = gradient_and_loss(experience, sizes={"expert": 4, "tensor": 2})
-    expected, expected_metrics = reference
-    assert leaf_errors(expected, grads) < 1e-5
-    assert distance(expected, grads) < 1e-6
-    for metric in ("actor/loss", "actor/entropy", "clip_fraction/token", "routing/flip_rate", "mismatch/max"):
-        np.testing.assert_allclose(metrics[metric], expected_metrics[metric], rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.slow
 def test_one_checkpoint_on_two_meshes_has_the_same_bits_and_next_loss(experience, tmp_path):
     """The state is the same to the last bit; the loss of the next update differs by at most 1e-5.
 
@@ -645,9 +635,9 @@ def test_rows_agree_on_any_number_of_devices_and_micro_batches(whole):
     trainer = partial(make_trainer, name="rspo", replay=OWN["rspo"], kl=0.1, entropy=0.01, balance=0.1, router_z=0.1)
     expected, expected_metrics = gradient_and_loss(batch, trainer=trainer())
     # Eight shards have four responses each, which fit in two of the shortest rows.
-    for sizes, turns in ((None, 4), ({"data": 2, "expert": 2, "tensor": 2}, 2)):
+    for sizes, turns in ((None, 4), ({"expert": 4, "tensor": 2}, 2)):
         grads, metrics = gradient_and_loss(batch, trainer=trainer(sizes=sizes, turns=turns))
-        assert distance(expected, grads) < 1e-6
+        assert leaf_errors(expected, grads) < 1e-5 and distance(expected, grads) < 1e-6
         assert metrics.keys() == expected_metrics.keys()
         for metric, value in expected_metrics.items():
             # Float32 variances lose digits as differences of sums of squares.
