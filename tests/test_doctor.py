@@ -77,7 +77,7 @@ def test_versions_out_of_bounds_and_missing(monkeypatch):
     found = {finding.check: finding for finding in doctor.versions()}
     assert found["jax"].state == found["orbax-checkpoint"].state == found["libtpu"].state == "ok"
     assert found["flax"].state == "failed" and found["flax"].found == "0.13.1, not <0.13,>=0.12.4"
-    assert found["flax"].remedy == f"Install a supported version: {installs.of_package('flax')}."
+    assert found["flax"].remedy == f"Install a supported version: {installs.of_package('flax')}"
     assert (found["grain"].state, found["grain"].found) == ("failed", "not installed")
 
 
@@ -211,7 +211,7 @@ def test_the_host(monkeypatch):
     assert doctor.host().state == "warning" and "1.0 of 8.0 GiB are free" in doctor.host().found
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (1024, 524288))
     assert doctor.open_files() == Finding(
-        "open files", "warning", "at most 1024", "Raise it before a run on many devices: ulimit -n 65536."
+        "open files", "warning", "at most 1024", "Raise it before a run on many devices: ulimit -n 65536"
     )
 
 
