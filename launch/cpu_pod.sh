@@ -71,9 +71,9 @@ watch() {
   return $saved
 }
 
-# Ends the processes that are left after one has failed: by force after five seconds, as they cannot save without it.
+# Ends the processes that are left after one has failed: by force after two seconds, as they cannot save without it.
 end_all() {
-  local patience=50
+  local patience=20
   while [ "$patience" -gt 0 ] && kill -0 "${pids[@]}" 2>/dev/null; do
     patience=$((patience - 1))
     sleep 0.1 || true # Ctrl-C ends it, too
@@ -99,11 +99,16 @@ complete_flags "$@"
 set -- ${defaults[@]+"${defaults[@]}"} "$@"
 ensure_venv report
 python=.venv/bin/python
-mkdir -p "$workdir/processes"
 pids=() own=() each=0
-if [ -n "$elastic" ]; then
-  each=$(($($python -c 'import sys; from gspo_jax import cli; print(cli.read_config(sys.argv[1:]).cpu_devices)' "$@") / count))
+if [ -n "$elastic" ] && [ "$count" -gt 1 ]; then
+  each=$($python -c 'import sys; from gspo_jax import cli; print(cli.read_config(sys.argv[1:]).cpu_devices)' "$@" 2>/dev/null) || each=0
+  each=$((each / count))
+  if ! said=$($python -m gspo_jax.train "$@" --check_for=$((each * (count - 1))) 2>&1); then
+    echo "error: --elastic could not go on with $((count - 1)) of $count processes: ${said##*error: }" >&2
+    exit $MISTAKEN
+  fi
 fi
+mkdir -p "$workdir/processes"
 stop_patience=$(stop_seconds "$@")
 restarts=${RESTARTS:-3}
 scratch=$(mktemp -d)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -458,7 +459,7 @@ def test_a_preempted_run_gets_new_machines_and_resumes(root):
     assert told[-1] == "the run is finished"
 
 
-def elastic(root: Path, states: str, *, fits: str = "*", **given):
+def elastic(root: Path, states: str, *, fits: str = "*", **given: Any):
     """Babysit four slices that have to be ACTIVE in two minutes, one minute a round.
 
     `fits` is a shell pattern of the places, such as "3xv5p-128", that the config is valid for. Returns the process, its
@@ -476,7 +477,7 @@ def elastic(root: Path, states: str, *, fits: str = "*", **given):
     clock = shlex.quote(str(root / "clock"))
     _script(root / "bin" / "date", f'case $1 in +%s) read -r now <{clock}; echo "$now" ;; *) echo 12:00:00 ;; esac')
     _script(root / "bin" / "sleep", f"read -r now <{clock}; echo $((now + $1)) >{clock}")
-    given = {"statuses": "a:~finished", "checkpoints": "20"} | given
+    given = {"statuses": "a:~finished", "checkpoints": "20", **given}
     did, done = babysit(root, "--slices=4", "--elastic=2", states=f"NONE {states}", poll=60, **given)
     calls = [call for call in (root / "play" / "calls").read_text().splitlines() if "queued-resources create" in call]
     counts = iter(int(found[1]) if (found := re.search(r"--node-count=(\d)", call)) else 1 for call in calls)
