@@ -630,7 +630,7 @@ def test_a_worker_tells_what_has_become_of_its_run(machine):
     assert (machine / "run" / "log").read_text().splitlines()[0] == "called: sleep 60"
 
 
-WAITS = "trap : TERM; echo >ready; sleep 60 & wait; kill $!"
+WAITS = "sleep 60 & trap 'kill $!' TERM; echo >ready; wait"
 """Shell command of a stub trainer that waits for SIGTERM, once it has written the file `ready`."""
 SAVES = 'sleep 0.3; echo {} >"$GSPO_JAX_ENDED/stopped.json"'
 """Shell command of a stub trainer that saves, and says so as the trainer does."""
