@@ -28,7 +28,6 @@ from gspo_jax.config_files import config_flag, last_given, load_config
 from gspo_jax.errors import Diverged, ScoringFailed, UserError, fault
 from gspo_jax.folder import storage
 from gspo_jax.folder.notes import existing_folder
-from gspo_jax.kernels import backend
 from gspo_jax.parallel import compilation, processes
 from gspo_jax.secrets import redacted
 from gspo_jax.setup import same
@@ -119,8 +118,6 @@ def _start(main: Main, default: ConfigDict | None) -> None:
     reuse_memory()
     gc.freeze()
     gc.set_threshold(50_000)  # tracing creates many objects that live long
-    if os.environ.get("TPU_SKIP_MDS_QUERY") == "1" and not backend.on_tpu_vm():  # jax, too, has found no chips
-        backend.use_libtpu_alone()
     count = processes.start()
     prepare(config)
     with processes.guarded(count):

@@ -33,7 +33,7 @@ from gspo_jax.errors import UserError
 from gspo_jax.folder import storage
 from gspo_jax.kernels import backend
 from gspo_jax.parallel import compilation
-from gspo_jax.parallel.processes import PARENT, cores
+from gspo_jax.parallel.processes import PARENT, cores, on_tpu_vm
 from gspo_jax.progress import make_table
 from gspo_jax.rollout.draws import try_draws
 from gspo_jax.setup.meshes import make_meshes
@@ -138,7 +138,7 @@ def devices() -> Finding:
     memory = (here[0].memory_stats() or {}).get("bytes_limit")
     size = f", {memory / GIB:.1f} GiB each" if memory else ""
     found = f"{jax.device_count()} × {here[0].device_kind}{size}"
-    if here[0].platform == "cpu" and backend.on_tpu_vm():
+    if here[0].platform == "cpu" and on_tpu_vm():
         remedy = f"This machine has TPU chips: {installs.of_extra('tpu')}, and unset JAX_PLATFORMS."
         return Finding("devices", "failed", found, remedy)
     return Finding("devices", "ok", found)

@@ -90,7 +90,7 @@ def test_the_project_s_own_bounds_are_read():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(doctor.backend.on_tpu_vm(), reason="this machine has TPU chips")
+@pytest.mark.skipif(doctor.on_tpu_vm(), reason="this machine has TPU chips")
 def test_without_chips_libtpu_is_silent():
     """It is installed for its compiler, and jax asks it for chips."""
     bare = {name: text for name, text in os.environ.items() if not name.startswith(("TPU_", "JAX_", "XLA_"))}
@@ -104,7 +104,7 @@ def test_devices_say_their_memory_and_who_holds_them(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [chip] * 4)
     monkeypatch.setattr(jax, "device_count", lambda: 64)
     assert doctor.devices() == Finding("devices", "ok", "64 × TPU v5p, 95.0 GiB each")
-    monkeypatch.setattr(doctor.backend, "on_tpu_vm", lambda: True)
+    monkeypatch.setattr(doctor, "on_tpu_vm", lambda: True)
     chip.platform, chip.memory_stats = "cpu", lambda: None
     assert doctor.devices().state == "failed" and installs.of_extra("tpu") in doctor.devices().remedy
 

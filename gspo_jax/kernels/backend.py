@@ -1,6 +1,5 @@
 """The backend of the current trace, and types under manual mesh axes."""
 
-import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,28 +12,6 @@ from gspo_jax.errors import UserError
 
 MIN_CAPABILITY = 8.0
 """Ampere's, the first with bfloat16 and cuDNN attention."""
-
-_LIBTPU_ALONE = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_HOST_BOUNDS": "1,1,1",
-    "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1",
-    "TPU_MIN_LOG_LEVEL": "3",
-    "TPU_STDERR_LOG_LEVEL": "3",
-}
-"""libtpu's variables: skip host discovery, allow sharing, log errors only."""
-
-
-def on_tpu_vm() -> bool:
-    """Return True if this machine has TPU chips, even if another process holds them."""
-    return os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0")
-
-
-def use_libtpu_alone() -> None:
-    """Have libtpu, of which the compiler is wanted or nothing, look for no chips and hosts and say nothing of them."""
-    for key, value in _LIBTPU_ALONE.items():
-        os.environ.setdefault(key, value)
 
 
 def platform() -> str:

@@ -37,6 +37,16 @@ PARENT = "GSPO_JAX_PARENT"
 _TPU_CLUSTERS, _CLUSTERS = ("gcetpu", "gketpu"), ("slurm",)
 """jax's cluster names. Detecting the TPU ones queries the network, on TPU machines only."""
 
+_LIBTPU_ALONE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_HOST_BOUNDS": "1,1,1",
+    "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+}
+"""libtpu's variables: skip host discovery, allow sharing, log errors only."""
 _DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux's prctl."""
 _LOOK_S = 0.5
@@ -46,6 +56,17 @@ _NOTICED_BY = ("Gloo", "CoordinationService")  # in errors that mean a lost proc
 _checks = itertools.count()  # calls of `ask_first`
 _waits: list[float] = []  # seconds per `meet` since `waited_s`
 _callbacks: list[Any] = []  # keeps the C library's handlers alive
+
+
+def on_tpu_vm() -> bool:
+    """Return True if this machine has TPU chips, even if another process holds them."""
+    return os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0")
+
+
+def use_libtpu_alone() -> None:
+    """Have libtpu, of which the compiler is wanted or nothing, look for no chips and hosts and say nothing of them."""
+    for key, value in _LIBTPU_ALONE.items():
+        os.environ.setdefault(key, value)
 
 
 def start(*, heartbeat_s: int = 30, start_s: int = 300) -> int:
@@ -58,6 +79,8 @@ def start(*, heartbeat_s: int = 30, start_s: int = 300) -> int:
       UserError: the environment variables are incomplete or invalid.
     """
     end_with_parent()
+    if os.environ.get("TPU_SKIP_MDS_QUERY") == "1" and not on_tpu_vm():  # jax, too, has found no chips
+        use_libtpu_alone()
     found = find()
     if not found:
         return 1

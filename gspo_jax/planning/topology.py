@@ -18,7 +18,7 @@ from jaxtyping import Int
 
 from gspo_jax import installs
 from gspo_jax.errors import UserError, choices
-from gspo_jax.kernels import backend
+from gspo_jax.parallel import processes
 from gspo_jax.parallel.mesh import make_mesh
 
 
@@ -146,7 +146,7 @@ def describe(name: str, *, slices: int = 1) -> list[Any]:
     kind, sides = generation(name), _sides(name)
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(f"libtpu, the TPU compiler, is not installed; run {installs.of_extra('tpu')}")
-    backend.use_libtpu_alone()
+    processes.use_libtpu_alone()
     hosts = tuple(math.gcd(2, side) for side in sides[:2])  # a host has 2x2 chips; a slice of one chip has fewer
     try:
         return topologies.get_topology_desc(
