@@ -22,6 +22,7 @@ from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import jax
 from absl import logging
@@ -85,7 +86,7 @@ def find(folder: str | os.PathLike[str], *, flag: str = "--workdir") -> AnyPath:
         if odd := re.search(r"[][*?{}#\\\x00-\x1f\x7f]", name):
             raise UserError(f"{name!r} has {odd[0]!r}, which storage libraries read as a pattern; give another folder")
         return epath.Path(name)
-    if "://" in name:
+    if "://" in name or re.match(r"[a-z]\w+:/", name):
         raise UserError(f"{name} is neither a local folder nor a bucket; write a bucket as {BUCKET}NAME/RUN")
     foreign.check_name(name, flag)
     # Orbax takes `a/../b` for `b`, which is wrong if `a` is a link.
@@ -296,7 +297,7 @@ def explained(name: str, *, place: str = "the bucket") -> Iterator[None]:
 def check_client(name: str) -> None:
     """Raise a UserError if the library that reads and writes buckets is missing, or nothing answers it.
 
-    The library would try each request for half a minute.
+    The library would try each request for half a minute. Behind a proxy nothing is tried here.
     """
     if importlib.util.find_spec("gcsfs") is None:
         raise UserError(f"{name} needs the package gcsfs, which is not installed; run {installs.of_package('gcsfs')}")
@@ -304,6 +305,8 @@ def check_client(name: str) -> None:
     if server in ("", "default"):
         server = f"https://storage.{os.environ.get('GOOGLE_CLOUD_UNIVERSE_DOMAIN', 'googleapis.com')}"
     place = urlsplit(server if "://" in server else f"http://{server}")
+    if place.scheme in getproxies():
+        return
     until = time.monotonic() + REACH_S
     while True:
         try:
