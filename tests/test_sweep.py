@@ -209,7 +209,10 @@ def test_a_sweep_in_a_file(returns, found, tmp_path):
         ("[]", "returns []; return a list of overrides"),
         ("1 / 0", "own.py:10 raises ZeroDivisionError: division by zero"),
         ("[{'objective.nam': 'gspo'}]", "no field 'objective.nam'; did you mean 'objective.name'?"),
-        ("[{'sampling.group_size': None}, {'sampling.group_size': 8}]", "sampling.group_size is 'None'; use a whole number"),
+        (
+            "[{'sampling.group_size': None}, {'sampling.group_size': 8}]",
+            "sampling.group_size is 'None'; use a whole number",
+        ),
         ("Comparison(runs=[])", "has runs []; use a list of overrides"),
         ("Comparison(runs=[{}], panels='loss')", "has panels 'loss'; use 'training' or 'routing'"),
         ("Comparison(runs=[{}], seeds='2')", "seeds is '2'; use a whole number"),
