@@ -336,14 +336,14 @@ def _parse(
         argv = _without_config(argv)
         _open_added(argv, config)
         check_overrides(argv, config)
-    nones = _nones(argv)
-    command, sys.argv = sys.argv, argv  # ml_collections looks for overrides there
+    words, nones = _without_nones(argv)
+    command, sys.argv = sys.argv, words  # ml_collections looks for overrides there
     try:
         if config is None:
             flags.DEFINE_string("config", None, "", flag_values=values)
         else:
             config_flags.DEFINE_config_dict("config", config, flag_values=values)
-        rest = values([word for word in argv if word not in nones])
+        rest = values(words)
     except flags.IllegalFlagValueError as error:
         raise UserError(_wrong_value(str(error), config or ConfigDict(), values)) from None
     except flags.UnrecognizedFlagError as error:
@@ -354,10 +354,9 @@ def _parse(
         sys.argv = command
     if len(rest) > 1:
         raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
-    for name in nones.values():
-        if last_given(argv, f"config.{name}") == "None":
-            section, _, key = name.rpartition(".")
-            at(values.config, section)[key] = None
+    for name in nones:
+        section, _, key = name.rpartition(".")
+        at(values.config, section)[key] = None
     if saved is not None and workdir is not None:
         same.check_same_run(values.config, saved, workdir, adjusts=trains)
     return rest
@@ -390,10 +389,19 @@ def _open_added(argv: list[str], config: ConfigDict) -> None:
                     section[match[2]] = benchmark() if match[3] else NAMED[match[1]]()
 
 
-def _nones(argv: list[str]) -> dict[str, str]:
-    """Return the words `--config.a.b=None` of fields that may be None, with the field's name."""
-    found = {word: match[1] for word in argv if (match := re.fullmatch(r"--?config\.(.+)=None", word))}
-    return {word: name for word, name in found.items() if may_be_none(name)}
+def _without_nones(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Return a command line without `--config.a.b=None` for fields that may be None, and those that it sets to None."""
+    words: list[str] = []
+    found: set[str] = set()
+    for word in argv:
+        if word == "None" and words and re.fullmatch(r"--?config\.[^=]+", words[-1]):
+            word = f"{words.pop()}=None"
+        match = re.fullmatch(r"--?config\.(.+)=None", word)
+        if match and may_be_none(match[1]):
+            found.add(match[1])
+        else:
+            words.append(word)
+    return words, [name for name in found if last_given(argv, f"config.{name}") == "None"]
 
 
 def _unknown_flag(name: str, config: ConfigDict, values: flags.FlagValues) -> str:

@@ -21,6 +21,8 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+URL = re.compile(r"([A-Za-z][\w+.-]+):/+(.*)")
+"""A place on another machine; a `Path` has kept one slash of two."""
 _REPOSITORY = re.compile(r"(models|datasets|spaces)--.+")
 """Repository folders in Hugging Face's cache."""
 
@@ -69,15 +71,16 @@ def kind_of_other(path: str | os.PathLike[str]) -> str:
 def check_name(path: str | os.PathLike[str], name: str) -> None:
     """Raise a UserError if libraries would misread a local path, or it is none. `name` is for messages."""
     text = os.fspath(path)
-    if match := re.match(r"([a-z]\w+):/+(.+)", text):  # a Path has one slash of two
+    if match := URL.match(text):
         place = "://".join(match.groups())
         copy = f" (gcloud storage cp --recursive {place} . copies what is there)" if match[1] == "gs" else ""
         raise UserError(f"{name} is {place}, where a path on this machine is needed; give one{copy}")
     if text.startswith("~"):
         whole = os.path.expanduser(text)
-        instead = "the path of the home folder instead" if whole == text else f"{name}={whole}"
+        flag = f"{name}=" if name.startswith("--") else ""
+        instead = "the path of the home folder instead" if whole == text else f"{flag}{whole}"
         raise UserError(
-            f"{name}={text}: the shell has left ~ as it is, so it would be a folder's name; write {instead} (or "
+            f"{flag}{text}: the shell has left ~ as it is, so it would be a folder's name; write {instead} (or "
             f"./{text}, if that is its name)"
         )
     if "\0" in text:

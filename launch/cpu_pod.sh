@@ -4,8 +4,8 @@
 # one prints here, the others to WORKDIR/processes/. If one dies, all are stopped and restarted, and the run resumes from its
 # newest checkpoint, at most RESTARTS times (default 3), unless it would fail again: wrong flags, or diverged. Ctrl-C, SIGTERM and a
 # closed terminal save the run and end it; a SIGTERM that only the processes get saves it too, and it is started again.
-# With --elastic a pod goes on without a process that died, as one that has lost a host or a slice: N-1 processes with as many devices
-# each, and the same global batch, which the smaller mesh has to divide.
+# With --elastic a pod goes on without a process that died, as one that has lost a host or a slice: the next smaller number of processes
+# whose mesh the config fits, with as many devices each, and the same global batch.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh
@@ -100,11 +100,15 @@ set -- ${defaults[@]+"${defaults[@]}"} "$@"
 ensure_venv report
 python=.venv/bin/python
 pids=() own=() each=0
+fits=() # with --elastic: smaller numbers of processes that the config fits, from the largest on
 if [ -n "$elastic" ] && [ "$count" -gt 1 ]; then
-  each=$($python -c 'import sys; from gspo_jax import cli; print(cli.read_config(sys.argv[1:]).cpu_devices)' "$@" 2>/dev/null) || each=0
-  each=$((each / count))
-  if ! said=$($python -m gspo_jax.train "$@" --check_for=$((each * (count - 1))) 2>&1); then
-    echo "error: --elastic could not go on with $((count - 1)) of $count processes: ${said##*error: }" >&2
+  $python -m gspo_jax.train "$@" --check_for=0 >/dev/null || exit
+  each=$(($($python -c 'import sys; from gspo_jax import cli; print(cli.read_config(sys.argv[1:]).cpu_devices)' "$@") / count))
+  for ((left = count - 1; left > 0; left--)); do
+    if said=$($python -m gspo_jax.train "$@" --check_for=$((each * left)) 2>&1); then fits+=("$left"); fi
+  done
+  if [ ${#fits[@]} = 0 ]; then
+    echo "error: --elastic could not go on with fewer than $count processes; with 1: ${said##*error: }" >&2
     exit $MISTAKEN
   fi
 fi
@@ -131,8 +135,8 @@ while true; do
     end_all
     if [ -z "$told" ] && [ "$restarts" -gt 0 ] && ! is_final "$code"; then
       restarts=$((restarts - 1))
-      if [ -n "$elastic" ] && [ "$count" -gt 1 ]; then
-        count=$((count - 1))
+      if [ ${#fits[@]} -gt 0 ]; then
+        count=${fits[0]} fits=("${fits[@]:1}")
         own=("--config.cpu_devices=$((each * count))")
         tell "process $failed exited with code $code: going on with $count, $((each * count)) devices, from the newest checkpoint"
         continue

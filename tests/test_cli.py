@@ -122,7 +122,7 @@ def test_a_value_of_the_wrong_type(word, says):
     [
         (["--config.sampling.slots=8"], 8),
         (["--config.sampling.slots=8", "-config.sampling.slots=None"], None),
-        (["--config.sampling.slots", "8", "--config.sampling.slots=None"], None),
+        (["--config.sampling.slots", "8", "--config.sampling.slots", "None"], None),
         (["--config.sampling.slots=None", "--config.sampling.slots=16"], 16),
     ],
 )
@@ -197,7 +197,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"rewards.code_tests_share": 0.0, "eval.correct": "code_tests_share"},
-        "eval.correct is 'code_tests_share', which gives scores between wrong and correct; use a reward tha",
+        "eval.correct is 'code_tests_share', which gives scores between wrong and correct; use a reward that",
     ),
     ({"objective.advantage": "gdop"}, "objective.advantage is 'gdop'; use 'gdpo', .*or '' for the objective's own"),
     (

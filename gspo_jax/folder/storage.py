@@ -86,7 +86,7 @@ def find(folder: str | os.PathLike[str], *, flag: str = "--workdir") -> AnyPath:
         if odd := re.search(r"[][*?{}#\\\x00-\x1f\x7f]", name):
             raise UserError(f"{name!r} has {odd[0]!r}, which storage libraries read as a pattern; give another folder")
         return epath.Path(name)
-    if "://" in name or re.match(r"[a-z]\w+:/", name):
+    if "://" in name or foreign.URL.match(name):
         raise UserError(f"{name} is neither a local folder nor a bucket; write a bucket as {BUCKET}NAME/RUN")
     foreign.check_name(name, flag)
     # Orbax takes `a/../b` for `b`, which is wrong if `a` is a link.

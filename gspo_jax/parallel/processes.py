@@ -64,7 +64,7 @@ def on_tpu_vm() -> bool:
 
 
 def use_libtpu_alone() -> None:
-    """Have libtpu, of which the compiler is wanted or nothing, look for no chips and hosts and say nothing of them."""
+    """Keep libtpu, whose compiler alone may be wanted, from looking for chips and hosts."""
     for key, value in _LIBTPU_ALONE.items():
         os.environ.setdefault(key, value)
 

@@ -7,6 +7,7 @@
 import dataclasses
 import json
 import math
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def read(path: Path, *, generation: str) -> Rates:
     Raises:
       UserError: the file is unreadable, a figure invalid, or the generation different.
     """
-    again = f"write it on {generation} by python -m gspo_jax.bench --calibrate={path}"
+    again = f"write it on {generation} by python -m gspo_jax.bench --calibrate={shlex.quote(str(path))}"
     try:
         foreign.is_file(path)
         found: dict[str, Any] = json.loads(path.read_text("utf-8"))

@@ -283,8 +283,7 @@ def _check_partial_rollouts(config: ConfigDict) -> None:
     if partial.prompts <= batch:
         raise UserError(
             f"sampling.partial.prompts is {partial.prompts} and data.prompts_per_batch {batch}: every batch would "
-            f"wait for all of them; use more, such as {2 * batch}, or None for no partial "
-            "rollouts"
+            f"wait for all of them; use more, such as {2 * batch}, or None for no partial rollouts"
         )
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -217,6 +218,21 @@ def test_names_that_a_library_reads_in_another_way_are_refused(name):
     with pytest.raises(UserError, match=NAMES[name]) as error:
         storage.find(name)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("~/run", rf"^~/run: the shell has left ~ .*; write {re.escape(os.path.expanduser('~'))}/run \(or"),
+        (
+            Path("GS://bucket/run"),
+            "^the run folder is GS://bucket/run, where a path on this machine is needed",
+        ),
+    ],
+)
+def test_a_name_that_no_flag_has_given(name, says):
+    with pytest.raises(UserError, match=says):
+        foreign.check_name(name, "the run folder")
 
 
 def test_a_path_is_that_of_the_system_and_not_of_its_text(tmp_path, monkeypatch):

@@ -93,10 +93,14 @@ def test_the_launcher_starts_a_run_again(repository, whole, data, tmp_path):
 
 @faults
 def test_an_elastic_pod_needs_a_mesh_for_the_processes_that_would_be_left(repository, tmp_path):
-    process = launch(repository, "2", "--elastic", "--config=tiny", f"--workdir={tmp_path / 'run'}")
+    words = ["--elastic", "--config=tiny", f"--workdir={tmp_path / 'run'}"]
+    process = launch(repository, "2", *words, "--config.iteration=1")
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == exits.MISTAKE and said.startswith("error: the config has no field 'iteration'")
+    process = launch(repository, "2", *words)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == exits.MISTAKE and said.count("\n") == 1 and not (tmp_path / "run").exists()
-    assert "error: --elastic could not go on with 1 of 2 processes: mesh data=2, fsdp=2, expert=2" in said
+    assert "error: --elastic could not go on with fewer than 2 processes; with 1: mesh data=2, fsdp=2" in said
     assert "needs 8 devices but there are 4; choose sizes whose product is 4, or set one axis to -1" in said
 
 

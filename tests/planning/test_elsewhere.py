@@ -42,7 +42,7 @@ def test_what_was_checked_and_the_plan_of_the_rest(where, given, says, then):
 
 
 def test_slices_share_the_data_axis_as_on_the_machine():
-    """Of three, one would have two thirds of a shard."""
+    """Refuses three slices for two shards."""
     config = cli.read_config(["--config=tiny", "--config.mesh.data=2", "--config.mesh.fsdp=-1"])
     with pytest.raises(UserError, match=r"^mesh.data 2 is not divisible by the number of slices = 3; use 3"):
         elsewhere.check_for(config, "3xv5e-8", [])

@@ -320,7 +320,7 @@ def test_every_metric_is_in_the_glossary_and_nothing_else(written):
             "set training.old_logprobs to 'recompute'",
         ),
         ({"mismatch.correction": "tiss"}, "did you mean 'tis'"),
-        ({"mismatch.center": True}, "sampling.keep_top 0, so that the sampler records no ids to centre over; set t"),
+        ({"mismatch.center": True}, "sampling.keep_top 0, so that the sampler records no ids to centre over; set that"),
         (
             {"objective.name": "grpo", "mismatch.center": True, "sampling.keep_top": 20}
             | {"training.old_logprobs": "sampler"},
