@@ -156,6 +156,7 @@ def test_a_bucket_that_cannot_be_used_is_told_at_once(tmp_path, bucket):
         pass
 
 
+@pytest.mark.slow  # needs gcsfs
 def test_a_bucket_that_nothing_serves_is_one_sentence_soon(monkeypatch):
     """Not after the library's own six tries of each request."""
     monkeypatch.setattr(storage_lib, "REACH_S", 0.1)
