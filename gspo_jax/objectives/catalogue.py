@@ -75,6 +75,7 @@ def reinforce() -> Objective:
         weights=token_mean,
         advantage=leave_one_out,
         token_advantages=True,
+        weighs_tokens=False,
     )
 
 
@@ -85,7 +86,9 @@ def rloo() -> Objective:
 
     Â [B] by `leave_one_out`. The ratio is reported, never bounded. Weights: m / N_rows.
     """
-    return Objective(name="rloo", surrogate=policy_gradient, weights=_PER_ROW, advantage=leave_one_out)
+    return Objective(
+        name="rloo", surrogate=policy_gradient, weights=_PER_ROW, advantage=leave_one_out, weighs_tokens=False
+    )
 
 
 def ppo(
@@ -191,6 +194,7 @@ def gspo_token(*, low: float = 3e-4, high: float = 4e-4, dual_clip: float | None
         weights=sequence_mean,
         token_advantages=True,
         level="sequence",
+        weighs_tokens=False,
         bounds={"low": low, "high": high},
     )
 
@@ -239,7 +243,12 @@ def gmpo(*, log_clip: float = 0.4) -> Objective:
         return geometric(b, clip_log_ratio(d, b.advantages, log_clip=log_clip))
 
     return Objective(
-        name="gmpo", surrogate=surrogate, weights=sequence_mean, one_gain=True, bounds={"log_clip": log_clip}
+        name="gmpo",
+        surrogate=surrogate,
+        weights=sequence_mean,
+        one_gain=True,
+        weighs_tokens=False,
+        bounds={"log_clip": log_clip},
     )
 
 
@@ -273,6 +282,7 @@ def rspo(*, log_clip: float = 0.4, gamma_min: float = 0.8, apply: Literal["befor
         surrogate=surrogate,
         weights=sequence_mean,
         one_gain=True,
+        weighs_tokens=False,
         bounds={"log_clip": log_clip},
         router_shift=True,
     )
@@ -413,7 +423,7 @@ def dro(*, beta: float = 0.1) -> Objective:
         penalty = beta / 2 * log_ratio(b.logprobs, b.old_logprobs, b.mask) ** 2
         return plain._replace(gain=plain.gain - penalty)
 
-    return Objective(name="dro", surrogate=surrogate, weights=token_mean, token_advantages=True)
+    return Objective(name="dro", surrogate=surrogate, weights=token_mean, token_advantages=True, weighs_tokens=False)
 
 
 def tbpo(*, low: float = 3e-4, high: float = 4e-4, high_neg: float = 7e-4) -> Objective:
@@ -478,8 +488,9 @@ def _clipped(
             d = jnp.broadcast_to(row_mean(d, b.mask)[:, None], d.shape)
         return clipped(d, b.advantages, low=low, high=high, dual_clip=dual_clip)
 
-    bounds, one_gain = {"low": low, "high": high}, level == "sequence"
-    return Objective(name=name, surrogate=surrogate, level=level, one_gain=one_gain, bounds=bounds, **others)
+    of_tokens, bounds = level == "token", {"low": low, "high": high}
+    others |= {"level": level, "one_gain": not of_tokens, "weighs_tokens": of_tokens, "bounds": bounds}
+    return Objective(name=name, surrogate=surrogate, **others)
 
 
 def _gated(

@@ -7,21 +7,21 @@ WIDE_SEQUENCE_CLIP = 0.05
 NARROW_TOKEN_CLIP = 0.01
 """The ratios of many tokens exceed it within a few updates."""
 MOST_GATED = 0.02
-"""Share of responses that rounding may gate."""
+"""Share of responses with an advantage that rounding may gate."""
 
 
 def rounding_warning(objective: Objective, gated: float, *, recomputed: bool) -> str | None:
     """Return a one-sentence warning if too many responses are gated in mini-batch 0, where only rounding moves ratios.
 
-    `gated` is its `clip_fraction/sequence`, on tokens of the current policy or, with `recomputed`, on its own
+    `gated` is its `clip_fraction/learning`, on tokens of the current policy or, with `recomputed`, on its own
     log-probs.
     """
     if gated <= MOST_GATED:
         return None
     what = "responses" if objective.level == "sequence" else "tokens"
     says = (
-        f"{gated:.1%} of the {what} are gated in mini-batch 0, where every ratio is 1 but for rounding "
-        f"({MOST_GATED:.0%} at most)"
+        f"{gated:.1%} of the {what} with an advantage are gated in mini-batch 0, where every ratio is 1 but for "
+        f"rounding ({MOST_GATED:.0%} at most)"
     )
     if recomputed:
         return (

@@ -132,7 +132,9 @@ def score_centering(
     it. (Any α is exact then; α = f(1) lets C vanish where p = q.) Otherwise q is taken to be ρ·p outside H. Away from
     π_old, C keeps this form, as in the paper, also in gains that are gated. p is the policy's and a correction's ratio
     π_old's; at π_θ = π_old they agree. A factor [B, T] is taken to be the same for all v, as `sequence_mask`'s and one
-    of an objective with `one_gain` nearly are.
+    of an objective with `one_gain` nearly are. From the sampler's log-probs as π_old the mean ratio of n tokens weighs
+    each by (π_θ/μ)^(1/n), so C is too large by about 1/n then. Where truncated sampling left more than was kept, q is
+    the full softmax's at the kept ids, not what was drawn from, and C takes out rounding alone.
 
     NeMo-RL adds Â·C to any actor's loss in the same way, with a lower bound of the weights too. SkyRL also drops whole
     responses, by the mean of log p/q. vime keeps 128 ids and rules out clipped objectives. prime-rl sums over the ids
@@ -146,6 +148,20 @@ def score_centering(
     """
     c = centering_coefficients(kept_logprobs, sampler_kept_logprobs, present, whole, weight=weight)
     return jnp.sum(c * jnp.where(present, widen(kept_logprobs), 0.0), axis=2)
+
+
+def centering_size(
+    coefficients: Float[Array, "B T K"], kept_logprobs: Float[Array, "B T K"], present: Bool[Array, "B T K"]
+) -> Float[Array, "B T"]:
+    """Return the sum of |∂C/∂z| over the logits z of the vocabulary, for C's coefficients c = m − α·p.
+
+    Σ_{v∈H} |c_v − p_v·S| + (1 − Σ_H p)·|S|, S = Σ_H c. It is Σ |q − p| where C is exact and has no weight, and 0 where
+    p = q, also where H has so much of the mass that α, which then multiplies a constant, is all rounding.
+    """
+    p = jnp.where(present, jnp.exp(jax.lax.stop_gradient(widen(kept_logprobs))), 0.0)
+    total = jnp.sum(coefficients, axis=2, keepdims=True)
+    outside = jnp.maximum(1 - jnp.sum(p, axis=2), 0.0)
+    return jnp.sum(jnp.abs(coefficients - p * total), axis=2) + outside * jnp.abs(total[:, :, 0])
 
 
 def centering_coefficients(

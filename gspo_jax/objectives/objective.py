@@ -49,6 +49,9 @@ class Objective:
     """Level of the bounded importance ratio."""
     one_gain: bool = False
     """True if a response has one gain, so that the weight of each token falls on the log-probs of all of them alike."""
+    weighs_tokens: bool = True
+    """True if the gain weighs each token by its whole ratio π_θ/π_old, alone or in a product. From the sampler's
+    log-probs as π_old that is a correction already, beside which there is no `mismatch.score_centering`."""
     bounds: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)  # a dict has no hash
     """Bounds of that ratio, keyed by hyper-parameter name."""
     critic: CriticSettings | None = None

@@ -213,7 +213,8 @@ class _Programs:
             tokens if objective.by_energy else None,
         )
         distils = self.engine.teacher is not None and config.teacher.form == "advantage"
-        of_tokens = self.critic is not None or len(config.step_rewards) > 0 or distils or objective.by_energy
+        by_step = len(config.step_rewards) > 0 or objective.turn_discount is not None
+        of_tokens = self.critic is not None or by_step or distils or objective.by_energy
         return Batch(
             rollout=rollout,
             packing=self._packing(),

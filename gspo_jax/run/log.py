@@ -36,6 +36,8 @@ from gspo_jax.types import Batch
 
 SHOWN_CHARACTERS = 400
 """Maximum characters of a completion on the terminal."""
+LEAST_WHOLE = 0.9
+"""Share of tokens whose kept sets should be whole."""
 
 
 class RunLog:
@@ -180,9 +182,19 @@ class RunLog:
         Responses with `stale` tokens, from older policies, are rightly gated unless old log-probs are `recomputed`.
         """
         if recomputed or not stale:
-            text = rounding_warning(objective, float(first["clip_fraction/sequence"]), recomputed=recomputed)
+            text = rounding_warning(objective, float(first["clip_fraction/learning"]), recomputed=recomputed)
             if text is not None:
                 self.warn(text, about="rounding")
+
+    def guard_kept(self, whole: float) -> None:
+        """Warn if truncation left more ids than are recorded for many of an iteration's tokens, all but `whole`."""
+        if whole < LEAST_WHOLE:
+            self.warn(
+                f"for {1 - whole:.0%} of the tokens top_k, top_p or min_p left more ids than sampling.keep_top "
+                "records: they are compared over the full softmax, from which they were not sampled, and ratios and KL "
+                "are biased; raise sampling.keep_top",
+                about="kept",
+            )
 
     def guard_ratios(self, metrics: list[Metrics]) -> None:
         """Warn if importance ratios are still exactly 1 after an update moved the policy."""

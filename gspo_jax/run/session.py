@@ -27,7 +27,7 @@ from gspo_jax.run.evaluations import Evaluations
 from gspo_jax.run.log import RunLog
 from gspo_jax.run.phases import Phases
 from gspo_jax.run.stragglers import slowest
-from gspo_jax.setup import keys, learning
+from gspo_jax.setup import keys, learning, players
 from gspo_jax.training.checkpoint import Checkpointer, named_leaves
 from gspo_jax.training.metrics import Metrics
 from gspo_jax.training.shaping import Filter
@@ -260,6 +260,8 @@ class Run:
                 "all advantages of a batch are 0, because the responses to each prompt have equal "
                 "rewards; use easier or harder prompts, larger groups, or sampling.rounds > 1"
             )
+        if config.sampling.keep_top and players.truncation(config, self.engine.policy.config.vocab_size).truncates:
+            self.log.guard_kept(self.engine.sampler.stats.kept_share)
         recomputed = learning.recomputes(config)
         self.log.guard_rounding(objective, metrics[0], stale=int(batch.stale_tokens.sum()), recomputed=recomputed)
 

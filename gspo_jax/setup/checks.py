@@ -314,10 +314,10 @@ def _check_learning(config: ConfigDict, objective: Objective) -> None:
             "mismatch.center is True and sampling.keep_top 0, so that the sampler records no ids to centre over; set "
             "that to 20, or mismatch.center to False"
         )
-    if config.mismatch.center and objective.level == "token" and not learning.recomputes(config):
+    if config.mismatch.center and objective.weighs_tokens and not learning.recomputes(config):
         raise UserError(
-            f"mismatch.center is True and training.old_logprobs 'sampler': {objective.name}'s ratio then weighs each "
-            "token by π_θ/μ, whose mean score is 0 already; set training.old_logprobs to 'recompute'"
+            f"mismatch.center is True and training.old_logprobs 'sampler': {objective.name} then weighs each token by "
+            "its ratio to the sampler, π_θ/μ, a correction already; set training.old_logprobs to 'recompute'"
         )
     if config.mismatch.bias_every:
         _check_bias_meter(config)

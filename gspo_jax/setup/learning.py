@@ -141,10 +141,11 @@ def recomputes(config: ConfigDict) -> bool:
 def why_recomputed(config: ConfigDict) -> str:
     """Return a sentence on why `training.old_logprobs="auto"` has old log-probs recomputed, empty if it has not.
 
-    Replay "r2", mismatch corrections and the centring of token-level objectives need them, and with the advantage
-    "optimal_token_baseline" the trainer scores responses anyway. Else a bound of the objective has to be within
-    `SIGMAS` · σ of a ratio of 1: σ = `ROUNDING` for a token's ratio, and over √T for the mean over a response of T
-    tokens, the limit.
+    Replay "r2", mismatch corrections and the centring of objectives that weigh tokens by their ratio need them, and
+    with the advantage "optimal_token_baseline" the trainer scores responses anyway. Else a bound of the objective has
+    to be within `SIGMAS` · σ of a ratio of 1: σ = `ROUNDING` for a token's ratio, and over √T for the mean over a
+    response of T tokens, the limit. An objective without bounds keeps the sampler's: `vespo`'s weight of a response, a
+    product of its ratios, is its correction for the sampler, and the guard tells what rounding takes from it.
     """
     says, sampling = "old log-probs are recomputed (training.old_logprobs='auto')", config.sampling
     if config.routing.replay == "r2":
@@ -152,7 +153,7 @@ def why_recomputed(config: ConfigDict) -> str:
     if config.mismatch.correction:
         return f"{says}: mismatch.correction weighs them against the sampler's"
     objective = make_objective(config)
-    if config.mismatch.center and objective.level == "token":
+    if config.mismatch.center and objective.weighs_tokens:
         return f"{says}: mismatch.center is for tokens that no ratio to the sampler weighs"
     if objective.by_energy:
         return f"{says}: the trainer scores responses anyway, for the energies of the advantage"

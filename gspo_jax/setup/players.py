@@ -31,14 +31,24 @@ def make_sampling(config: ConfigDict) -> SamplingParams:
         raise UserError(f"sampling.{error}") from None
 
 
+def truncation(config: ConfigDict, vocab_size: int) -> SamplingParams:
+    """Return the sampling distribution of training rollouts, without a top_k that leaves out no token."""
+    sampling = make_sampling(config)
+    return dataclasses.replace(sampling, top_k=0) if sampling.top_k >= vocab_size else sampling
+
+
 def truncation_warning(config: ConfigDict, vocab_size: int) -> str | None:
     """Return a one-sentence warning if responses are sampled from another distribution than the trainer scores."""
-    sampling, whole = make_sampling(config), SamplingParams()
-    if sampling.top_k >= vocab_size:  # leaves out nothing
-        sampling = dataclasses.replace(sampling, top_k=0)
+    sampling, whole = truncation(config, vocab_size), SamplingParams()
+    names = [name for name in ("top_k", "top_p", "min_p") if getattr(sampling, name) != getattr(whole, name)]
+    if 0 < sampling.keep_top < sampling.top_k and names == ["top_k"]:
+        return (
+            f"sampling.top_k {sampling.top_k} always leaves more ids than sampling.keep_top {sampling.keep_top} "
+            "records, so all tokens are compared over the full softmax, and ratios and KL are biased; set "
+            f"--config.sampling.keep_top={sampling.top_k}"
+        )
     if sampling.keep_top or not sampling.truncates:
         return None
-    names = [name for name in ("top_k", "top_p", "min_p") if getattr(sampling, name) != getattr(whole, name)]
     given = " and ".join(f"sampling.{name} {getattr(sampling, name)}" for name in names)
     return (
         f"{given}: responses are sampled from another distribution than the full softmax that the trainer scores, and "

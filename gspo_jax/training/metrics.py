@@ -50,6 +50,7 @@ def of_policy(
         "spread": jnp.stack([z.sum() for z in (d, d * d, s, s * s, mask.any(axis=1).astype(jnp.float32))]),
         "moments": _moments(scores.logprobs, rollout.logprobs, mask),
         "clip": objectives.clip_sums(info, mask),
+        "learning": _of_learning(info, mask),
     }
     if config.is_routed:
         sums["routes"] = _of_routes(scores.routes, batch, layout, routes, config.num_experts, replayed)
@@ -64,6 +65,13 @@ def of_policy(
         "mismatch": jnp.abs(x).max(),
     }
     return sums, maxima
+
+
+def _of_learning(info: Info, mask: Bool[Array, "B T"]) -> Float[Array, " 2"]:
+    """Return the gated shares of responses with an advantage other than 0, added up, and their number."""
+    own = (mask & (info.advantages != 0)).any(axis=1)
+    gated = (info.gated_low | info.gated_high).sum(axis=1) / jnp.maximum(mask.sum(axis=1), 1)
+    return jnp.stack([jnp.where(own, gated, 0).sum(), own.sum()])
 
 
 def of_batch(batch: Batch) -> Metrics:
@@ -136,6 +144,7 @@ def from_sums(sums: Metrics, maxima: Metrics) -> Metrics:
         "mismatch/max": maxima["mismatch"],
         "mismatch/pearson": _pearson(sums["moments"], tokens),
         **objectives.clip_fractions(sums["clip"]),
+        "clip_fraction/learning": sums["learning"][0] / jnp.maximum(sums["learning"][1], 1),
     }
     if "routes" in sums:
         found |= _routing_metrics(sums["routes"], tokens)

@@ -17,7 +17,7 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.moe import Routing, balanced, layers_first
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.objectives import Objective
-from gspo_jax.objectives.mismatch import Correction, OfToken, centering_coefficients, score_centering
+from gspo_jax.objectives.mismatch import Correction, OfToken, centering_coefficients, centering_size, score_centering
 from gspo_jax.objectives.surrogates import row_mean
 from gspo_jax.routing import load as load_lib
 from gspo_jax.routing.drift import router_shift
@@ -271,8 +271,8 @@ def _centering(
         weight = centering.correction.weight
     present = (kept.ids >= 0) & batch.mask[..., None]
     given = now, kept.logprobs, present, kept.whole
-    size = jnp.abs(centering_coefficients(*given, weight=weight)).sum()
-    return (weights * score_centering(*given, weight=weight)).sum(), {"center": size}
+    size = centering_size(centering_coefficients(*given, weight=weight), now, present)
+    return (weights * score_centering(*given, weight=weight)).sum(), {"center": size.sum()}
 
 
 def _router_shift(scores: ModelScores, layout: Layout, old: RouterRecord) -> Float[Array, "B T"]:

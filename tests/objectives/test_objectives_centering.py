@@ -4,6 +4,7 @@ The policy has a table of logits, a row for each token before, so that its gradi
 """
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 
 from gspo_jax import objectives
 from gspo_jax.objectives import catalogue
-from gspo_jax.objectives.mismatch import centering_coefficients, icepop, score_centering, tis
+from gspo_jax.objectives.mismatch import centering_coefficients, centering_size, icepop, score_centering, tis
 
 V = 7
 RESPONSES = np.array(list(itertools.product(range(V), repeat=2)))
@@ -49,12 +50,12 @@ def kept_by(q, S):
     return left / left.sum(axis=1, keepdims=True)
 
 
-def expected_gradient(name, q, *, center, correction=None, S=None):
+def expected_gradient(name, q, *, center, correction=None, S=None, from_sampler=False, **wide):
     """Return E_{y∼q} of the gradient of the gain of a batch of one response at π_θ = π_old, all of advantage 1.3.
 
-    S is what truncation left of q, and both policies are renormalised over it.
+    S is what truncation left of q, and both policies are renormalised over it. `from_sampler`: at π_old = q.
     """
-    objective, theta = objectives.make(name), jnp.asarray(THETA)
+    objective, theta = objectives.make(name, **wide), jnp.asarray(THETA)
     whole = S is not None
     S = np.ones((V, V), bool) if S is None else S
     present = jnp.asarray(S)[BEFORE]
@@ -73,7 +74,7 @@ def expected_gradient(name, q, *, center, correction=None, S=None):
         loss, info = objectives.loss(
             objective,
             logprobs,
-            old_logprobs=jax.lax.stop_gradient(logprobs),
+            old_logprobs=sampler if from_sampler else jax.lax.stop_gradient(logprobs),
             mask=MASK,
             advantages=jnp.full(len(RESPONSES), ADVANTAGE),
             weights=weights if factor is None else weights * factor,
@@ -99,6 +100,41 @@ def test_a_constant_advantage_moves_nothing(name):
     np.testing.assert_allclose(without, by_hand, atol=1e-13)
     assert np.abs(without).max() > 1e-4
     np.testing.assert_allclose(expected_gradient(name, q, center=True), 0, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", catalogue.__all__)
+def test_from_the_sampler_s_log_probs_it_is_for_objectives_that_do_not_weigh_tokens_by_their_ratio(name):
+    """The others have no drift to take out, and the mean ratio of two tokens weighs each by the root of its own."""
+    objective = objectives.make(name)
+    wide = dict.fromkeys(objective.bounds, 0.5) if objective.level == "sequence" else {}  # rounding gates nothing
+    drift = partial(expected_gradient, name, SAMPLERS["int8"], **wide)
+    full = np.abs(drift(center=False)).sum()
+    if objective.weighs_tokens:
+        if name != "vespo":  # whose weight falls with the ratio where Â > 0
+            assert np.abs(drift(center=False, from_sampler=True)).sum() < 0.1 * full
+        return
+    left = np.abs(drift(center=True, from_sampler=True)).sum() / full
+    assert left == pytest.approx(0.5 if objective.one_gain or name == "gspo_token" else 0, abs=0.1)
+
+
+def test_its_size_is_the_distance_of_sampler_and_policy():
+    """Σ|q − p|, that of autodiff, and 0 at p = q, also of a head that leaves only rounding outside."""
+    log_p, log_q = (jnp.log(jnp.asarray(x))[None] for x in (P, SAMPLERS["int8"]))
+    for head, of in ((V, False), (3, False), (V, True)):
+        present, whole = jnp.broadcast_to(jnp.arange(V) < head, (1, V, V)), jnp.full((1, V), of)
+
+        def term(logits, present=present, whole=whole):
+            return score_centering(jax.nn.log_softmax(logits), log_q, present, whole).sum()
+
+        c = centering_coefficients(log_p, log_q, present, whole)
+        size = centering_size(c, log_p, present)
+        np.testing.assert_allclose(size[0], np.abs(jax.grad(term)(jnp.asarray(THETA))).sum(axis=1), atol=1e-14)
+        if head == V:
+            np.testing.assert_allclose(size[0], np.abs(SAMPLERS["int8"] - P).sum(axis=1), atol=1e-8)
+    sure = jax.nn.log_softmax(jnp.asarray([30.0, 1, 0, 0, 0, 0, 0], jnp.float32))[None, None]
+    given = sure, jnp.ones((1, 1, V), bool).at[:, :, 3:].set(False)
+    c = centering_coefficients(sure, *given, jnp.zeros((1, 1), bool))
+    assert jnp.abs(c).sum() > 0.5 and centering_size(c, *given) < 1e-6
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

@@ -46,7 +46,8 @@ def test_what_rounding_may_gate_is_no_reason_to_warn(name):
 
 def test_too_much_gated_by_rounding_is_told_with_the_remedy():
     expected = (
-        "18.8% of the responses are gated in mini-batch 0, where every ratio is 1 but for rounding (2% at most): "
+        "18.8% of the responses with an advantage are gated in mini-batch 0, where every ratio is 1 but for rounding "
+        "(2% at most): "
         "gspo does not tolerate the sampler's log-probs as the old policy's here; use "
         "--config.training.old_logprobs=recompute"
     )
@@ -54,7 +55,7 @@ def test_too_much_gated_by_rounding_is_told_with_the_remedy():
     text = rounding_warning(objectives.grpo(), 0.0201, recomputed=True)
     assert (
         text is not None
-        and text.startswith("2.0% of the tokens are gated")
+        and text.startswith("2.0% of the tokens with an advantage are gated")
         and "a fault to report; use --config.model.dtype=float32" in text
     )
 

@@ -324,7 +324,7 @@ def test_every_metric_is_in_the_glossary_and_nothing_else(written):
         (
             {"objective.name": "grpo", "mismatch.center": True, "sampling.keep_top": 20}
             | {"training.old_logprobs": "sampler"},
-            "grpo's ratio then weighs each token .* set training.old_logprobs to 'recompute'",
+            "grpo then weighs each token by its ratio to the sampler.* set training.old_logprobs to 'recompute'",
         ),
         ({"sampling.rounds": 0}, "sampling.rounds is 0; use 1 to "),
         ({"sampling.keep_top": 321}, "sampling.keep_top is 321, and the model's vocabulary has 320 tokens; use fewer"),

@@ -9,6 +9,7 @@ from gspo_jax.errors import UserError
 from gspo_jax.setup import learning, players
 from gspo_jax.setup.same import check_same_run
 
+CENTRED = {"mismatch.center": True}
 GSPO, GRPO = {"objective.name": "gspo"}, {"objective.name": "grpo"}
 WIDE = GSPO | {"objective.gspo.low": 0.01, "objective.gspo.high": 0.02}
 FLOAT32, LONG = {"model.dtype": "float32"}, {"sampling.max_response_length": 8192}
@@ -39,8 +40,10 @@ def config(changes):
         (GRPO | FLOAT32 | {"routing.replay": "r2"}, "routing.replay 'r2' replays their routes$"),
         (GRPO | FLOAT32 | {"objective.advantage": "optimal_token_baseline"}, "the energies of the advantage$"),
         (GRPO | FLOAT32 | {"mismatch.correction": "tis"}, "mismatch.correction weighs them against the sampler's$"),
-        (GRPO | FLOAT32 | {"mismatch.center": True}, "center is for tokens that no ratio to the sampler weighs$"),
-        (GSPO | FLOAT32 | {"mismatch.center": True}, ""),
+        (GRPO | FLOAT32 | CENTRED, "center is for tokens that no ratio to the sampler weighs$"),
+        ({"objective.name": "vespo"} | CENTRED, "center is for tokens that no ratio to the sampler weighs$"),
+        (GSPO | FLOAT32 | CENTRED, ""),
+        ({"objective.name": "reinforce"} | CENTRED, ""),
     ],
 )
 def test_old_log_probs_are_recomputed_where_rounding_could_pass_the_bounds_or_they_are_needed(changes, why):
@@ -76,6 +79,9 @@ def test_with_partial_rollouts_what_it_amounts_to_stays():
         ({}, None),
         ({"keep_top": 20}, None),
         ({"top_p": 0.9, "keep_top": 20}, None),
+        ({"top_k": 50, "keep_top": 50}, None),
+        ({"top_k": 50, "top_p": 0.9, "keep_top": 20}, None),  # of some tokens no more than 20 are left
+        ({"top_k": 50, "keep_top": 20}, r"sampling\.top_k 50 always leaves more ids .*sampling\.keep_top=50$"),
         ({"top_k": 320}, None),  # the whole vocabulary
         ({"top_k": 320, "top_p": 0.9}, r"sampling\.top_p 0\.9: responses are .*keep_top=64 "),
         ({"top_p": 0.9}, r"sampling\.top_p 0\.9: responses are .*keep_top=64 "),

@@ -473,6 +473,15 @@ def test_what_a_run_says_at_its_start(done, installed, extensible, says, monkeyp
     assert opening_lines("runs/a", done=done, total=9, resumed=done > 0, extensible=extensible) == says
 
 
+def test_sets_that_are_larger_than_what_is_recorded_are_warned_of_once():
+    stream = io.StringIO()
+    with Progress(1, label="run", stream=stream) as progress:
+        run = RunLog(progress)
+        for whole in (1.0, 0.9, 0.55, 0.5):
+            run.guard_kept(whole)
+    assert stream.getvalue().count("warning: ") == 1 and "for 45% of the tokens" in stream.getvalue()
+
+
 @pytest.mark.parametrize(
     ("gated", "stale", "recomputed", "says"),
     [
@@ -487,7 +496,7 @@ def test_what_rounding_gates_is_warned_of_once(gated, stale, recomputed, says):
     with Progress(1, label="run", stream=stream) as progress:
         run = RunLog(progress)
         for more in (0.0, 0.01):
-            first = {"clip_fraction/sequence": np.float32(gated + more * bool(says))}
+            first = {"clip_fraction/learning": np.float32(gated + more * bool(says))}
             run.guard_rounding(objectives.gspo(), first, stale=stale, recomputed=recomputed)
     assert stream.getvalue().count("warning: ") == bool(says) and says in stream.getvalue()
 

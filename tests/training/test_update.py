@@ -276,7 +276,7 @@ def by_the_definition(batch: Batch, name: str, replay: str):
         total += (weights * info.advantages * (c * at_kept).sum(axis=2)).sum()
         apart = jnp.where(mask, old.reference_logprobs - logprobs, 0)
         divergence = jnp.exp(apart) - 1 - apart
-        sums = {"reference_kl": divergence.sum(), "center": jnp.abs(c).sum()}
+        sums = {"reference_kl": divergence.sum(), "center": size_by_hand(c, at_kept, r.kept, mask)}
         total += (0.1 * divergence - 0.01 * jnp.where(mask, entropy, 0)).sum() / mask.sum()
         if objective.critic:
             losses, clipped = value_loss(value, old.values, batch.returns, mask, clip=objective.critic.value_clip)
@@ -308,6 +308,13 @@ def centred(log_p, kept: KeptRecord, mask, factor) -> jax.Array:
         return jnp.where(there, jnp.minimum(p, 1.5 * q) - jnp.minimum(1, 1.5 * rho) * p, 0)
     mean = (factor * mask).sum(axis=1) / np.maximum(mask.sum(axis=1), 1)
     return jnp.where(there, mean[:, None, None] * (q - rho * p), 0)
+
+
+def size_by_hand(c, log_p, kept: KeptRecord, mask) -> jax.Array:
+    """Return the sum over tokens and logits of |Σ_v c_v·∂log p_v/∂z|: c_v − p_v·Σc, and the rest of p by |Σc|."""
+    p = jnp.where((kept.ids >= 0) & mask[..., None], jnp.exp(log_p), 0)
+    total = c.sum(axis=2, keepdims=True)
+    return jnp.abs(c - p * total).sum() + ((1 - p.sum(axis=2)) * jnp.abs(total[..., 0]))[mask].sum()
 
 
 def metrics_by_hand(scores, batch: Batch) -> dict[str, float]:
