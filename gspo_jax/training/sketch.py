@@ -2,8 +2,9 @@
 
 A gradient per block would take several models' memory. A sketch keeps the gradients' inner products instead: an element
 is added with a random sign to one of SIDE² buckets of its tensor (signed feature hashing, arXiv 0902.2206). Then
-E ⟨sketch x, sketch y⟩ = ⟨x, y⟩, with a standard deviation of about |x| |y| / SIDE. Sketches are linear, so those of
-micro-batches add up. Directional derivatives per token, by forward mode, do not pass the kernels' own derivatives.
+E ⟨sketch x, sketch y⟩ = ⟨x, y⟩, with a standard deviation of about |x| |y| / SIDE, and none for a matrix of no more rows
+and columns than its buckets have. Sketches are linear, so those of micro-batches add up. Directional derivatives per
+token, by forward mode, do not pass the kernels' own derivatives.
 """
 
 from collections.abc import Callable
@@ -27,6 +28,8 @@ from gspo_jax.types import Batch, RouterRecord, Weights
 
 SIDE = 64
 """Rows and columns of a tensor's buckets."""
+HEAD_SIDE = 2048
+"""Most rows and columns of the head's buckets: inner products of heads that are no larger are exact."""
 
 
 @struct.dataclass
@@ -35,8 +38,8 @@ class Sketched:
 
     gradients: Float[Array, "tensors side side"]
     """Sketch of the gradient by trainable tensor, in the order of the tree's leaves."""
-    head: Float[Array, "side side"]
-    """Sketch of the gradient in the head's matrix as the head alone uses it, tied to the embedding or not."""
+    head: Float[Array, "rows columns"]
+    """That of the head's matrix as the head alone uses it, tied to the embedding or not, in buckets of its own."""
     value: Float[Array, ""]
     """Sum whose gradient is sketched."""
     tokens: Int[Array, ""]
@@ -51,20 +54,20 @@ SketchFn = Callable[..., Sketched]
 
 def sketch(tree: Any) -> Float[Array, "tensors side side"]:
     """Return the sketch of every array of a tree."""
-    return jnp.stack([_buckets(x) for x in jax.tree.leaves(tree)])
+    return jnp.stack([buckets(x, SIDE, SIDE) for x in jax.tree.leaves(tree)])
 
 
-@jax.jit
-def _buckets(x: Array) -> Float[Array, "side side"]:
-    """Add up signed elements by their last two indices modulo SIDE. The signs never change."""
+@partial(jax.jit, static_argnames=("rows", "columns"))
+def buckets(x: Array, rows: int, columns: int) -> Float[Array, "rows columns"]:
+    """Add up signed elements by their last two indices modulo `rows` and `columns`. The signs never change."""
     x = x.astype(jnp.float32).reshape(*(1,) * (2 - x.ndim), *x.shape)
     *layers, n, m = x.shape
     which = indices((*layers, 1, 1), [0] * x.ndim, (*layers, 1, 1))
     where = indices((*(1,) * len(layers), n, m), [0] * x.ndim, (*(1,) * len(layers), n, m))
     odd = mix(mix(which + 1) ^ where) >> 31
     x = jnp.where(odd > 0, -x, x).sum(axis=tuple(range(len(layers))))
-    x = jnp.pad(x, [(0, -size % SIDE) for size in (n, m)])
-    return x.reshape(x.shape[0] // SIDE, SIDE, x.shape[1] // SIDE, SIDE).sum(axis=(0, 2))
+    x = jnp.pad(x, [(0, -n % rows), (0, -m % columns)])
+    return x.reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns).sum(axis=(0, 2))
 
 
 def make_sketch(graph: nnx.GraphDef[Transformer], scoring: Scoring, *, replay: Replay = "none") -> SketchFn:
@@ -145,6 +148,7 @@ def _sketched(
     values_of: Callable[[Layout], Values],
 ) -> Sketched:
     count, batch = len(batch.packing.turns), batch.minibatch(index)
+    of_head = [min(size, HEAD_SIDE) for size in reversed(weights.model(graph).embed.shape)]
     packing, rollout = batch.packing, batch.rollout
     groups = packing.responses // (scoring.group_size * count)
     mask = rollout.action_mask & ((packing.responses >= 0) & (groups % parts == part))[:, None]
@@ -167,11 +171,9 @@ def _sketched(
         of_model, pull = jax.vjp(forward, weights.trainable)
         value, of_hidden_and_head = jax.value_and_grad(lambda both: jnp.where(own, values(*both), 0).sum())(of_model)
         (gradient,) = pull(of_hidden_and_head)
-        found = Sketched(sketch(gradient), sketch(of_hidden_and_head[1])[0], value, own.sum())
+        found = Sketched(sketch(gradient), buckets(of_hidden_and_head[1], *of_head), value, own.sum())
         return jax.tree.map(jnp.add, total, found)
 
     tensors = len(jax.tree.leaves(weights.trainable))
-    nothing = Sketched(
-        jnp.zeros((tensors, SIDE, SIDE)), jnp.zeros((SIDE, SIDE)), jnp.zeros(()), jnp.zeros((), jnp.int32)
-    )
+    nothing = Sketched(jnp.zeros((tensors, SIDE, SIDE)), jnp.zeros(of_head), jnp.zeros(()), jnp.zeros((), jnp.int32))
     return fold_rows(add, nothing, rollout, packing, group_size=scoring.group_size)
