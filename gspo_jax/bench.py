@@ -268,8 +268,7 @@ def cache_settings(cache: Path) -> dict[str, Any]:
 def calibrate(file: str) -> None:
     """Measure all attached devices, print their rates and write them to a file, in the first process.
 
-    Raises:
-      UserError: the file cannot be written, or a single device has no known links.
+    Raises UserError if the file cannot be written.
     """
     cli.check_facts_file(file, flag="calibrate")
     devices = jax.devices()

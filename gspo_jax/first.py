@@ -8,6 +8,7 @@ pod every host runs it, with a folder that process 0 can write. The exit code is
 """
 
 import json
+import os
 import shutil
 import sys
 from argparse import Namespace
@@ -16,24 +17,30 @@ from pathlib import Path
 
 from gspo_jax import cli
 from gspo_jax.bringup import catalogue, page, rates, stages, watch
-from gspo_jax.bringup.stages import Given
+from gspo_jax.bringup.stages import Given, Record
 from gspo_jax.errors import UserError
 from gspo_jax.models import published
+from gspo_jax.parallel import processes
 from gspo_jax.parser import make_parser
 
 PAGE = "page.md"
 
 
 def first(given: Given, json_file: str | None = None) -> int:
-    """Run the stages and write the page. Return the exit code."""
+    """Run the stages, and write the page as they end. Return the exit code."""
     given.out.mkdir(parents=True, exist_ok=True)
-    if not watch.watch(given, given.out / watch.LOG):
-        return 0
     titles = {stage.name: stage.title for stage in catalogue.STAGES}
-    found = [stages.read(given.out, name) for name in titles]
-    records = [record for record in found if record is not None]
-    text = page.page(titles, records, rates=str(given.out / rates.FILE))
-    (given.out / PAGE).write_text(text, encoding="utf-8")
+
+    def show() -> list[Record]:
+        found = [stages.read(given.out, name) for name in titles]
+        records = [record for record in found if record is not None]
+        text = page.page(titles, records, rates=str(given.out / rates.FILE))
+        (given.out / PAGE).write_text(text, encoding="utf-8")
+        return records
+
+    if not watch.watch(given, given.out / watch.LOG, show):
+        return 0
+    records = show()
     print("\n".join([*page.verdict(titles, records), f"page: {given.out / PAGE}"]))
     failed = [record.stage for record in records if record.state == stages.FAILED]
     facts = {"ok": not failed and len(records) == len(titles), "failed": failed}
@@ -54,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(f"--devices is {given.devices}; use 1 or more")
         if given.model:
             published.find(given.model)
+        if any(os.environ.get(name) for name in processes.VARIABLES):
+            processes.find()
         cli.check_output_folder(given.out, flag="out")
         cli.check_facts_file(given.json)
         if given.start_over:

@@ -1,7 +1,6 @@
 """The benchmark: the numbers it reports, the floating-point operations it counts, and the flags it refuses."""
 
 import dataclasses
-import itertools
 import json
 import pathlib
 import re
@@ -18,6 +17,7 @@ from gspo_jax.errors import UserError
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.planning import calibration, rates
+from tests.pods import run_processes
 from tests.tiny import CONFIG
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -30,7 +30,7 @@ NAMES = ("sample", "score", "update", "iteration")
 def small_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use small matrices for the floor speed."""
     monkeypatch.setattr(calibration, "SIDES", {"cpu": (64,)})
-    monkeypatch.setattr(calibration, "MATMUL_S", 0.0)
+    monkeypatch.setattr(calibration, "LOOP_S", 0.01)
 
 
 @pytest.mark.slow
@@ -137,11 +137,7 @@ def test_flops_by_hand() -> None:
 
 def test_floor_speed_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "SIDES", {"cpu": (64, 128)})
-    monkeypatch.setattr(calibration, "MATMUL_S", 0.0)
-    ticks = itertools.count()
-    monkeypatch.setattr(
-        calibration.time, "perf_counter", lambda: next(ticks)
-    )  # everything that is timed takes one second
+    monkeypatch.setattr(calibration, "per_turn", lambda *_, together: 1.0 if together else 0.0)
     speeds = [
         calibration.matmul_flops_per_s(mesh_lib.make_mesh({"data": n}, devices=jax.devices()[:n]), "bfloat16")
         for n in (1, 4)
@@ -192,7 +188,6 @@ def test_calibration_writes_rates_that_plan_reads(tmp_path, monkeypatch, capsys)
     """The attached devices are these simulated ones: all rates come out positive, and what a CPU lacks as 0."""
     for name, value in (("SIDES", (64,)), ("LARGE", 2**14), ("SENT", 2**10)):
         monkeypatch.setattr(calibration, name, {"cpu": value})
-    monkeypatch.setattr(calibration, "MATMUL_S", 0.0)
     monkeypatch.setattr(calibration, "LOOP_S", 0.01)
     file = tmp_path / "made" / "rates.json"
     assert bench.main([f"--calibrate={file}"]) == 0
@@ -285,3 +280,54 @@ def test_rates_that_cannot_be_used(change, says, tmp_path) -> None:
     file.write_text("[]" if change is None else json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(UserError, match=says):
         rates.read(file, generation="v5p")
+
+
+def test_groups_stay_within_a_slice(monkeypatch) -> None:
+    """Eight devices in two slices, which the mesh has in turns, are gathered in groups of two and of four."""
+    mesh = mesh_lib.make_mesh({"data": -1})
+    monkeypatch.setattr(mesh_lib, "count_slices", lambda _: 2)
+    monkeypatch.setattr(calibration, "_slice_of", lambda device: device.id % 2)
+    splits = calibration.groups(mesh)
+    assert [split.shape["fsdp"] for split in splits] == [2, 4]
+    for split in splits:
+        assert all(len({device.id % 2 for device in group.flat}) == 1 for group in split.devices)
+        assert split.devices.size == 8
+
+
+def test_what_a_large_gather_sends(monkeypatch) -> None:
+    (*_, whole) = calibration.groups(mesh_lib.make_mesh({"data": -1}))
+    assert calibration.sent(whole) == calibration.SENT["cpu"]
+    monkeypatch.setattr(calibration, "GATHERED", 2**18)
+    assert calibration.sent(whole) == 2**15, "each of eight gets 2^18 together"
+
+
+def test_a_device_alone_is_measured(monkeypatch) -> None:
+    for name, value in (("SIDES", (64,)), ("LARGE", 2**14)):
+        monkeypatch.setattr(calibration, name, {"cpu": value})
+    monkeypatch.setattr(calibration, "LOOP_S", 0.01)
+    found = calibration.measure(mesh_lib.make_mesh({"data": -1}, devices=jax.devices()[:1]))
+    assert found.links == found.dcn == found.bandwidth and found.hop == found.collective == 0
+    assert found.sources["links"] == "as memory: a device alone sends nothing"
+
+
+CLOCKS = """
+import os
+from gspo_jax.config import base
+from gspo_jax import cli
+from gspo_jax.parallel import mesh, processes
+from gspo_jax.planning import calibration
+
+config = base()
+config.cpu_devices = 2
+count = processes.start()
+cli.prepare(config)
+with processes.guarded(count):
+    calibration.LOOP_S = (0.02, 0.5)[processes.number()]
+    split = calibration.groups(mesh.make_mesh({"data": -1}))[-1]
+    print(calibration.gathering(split, (8,)) > 0)
+"""
+
+
+@pytest.mark.slow
+def test_processes_gather_equally_often_whatever_their_clocks_say() -> None:
+    assert all("True\n" in said for said in run_processes(2, "-c", CLOCKS))

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspo_jax.engine import Engine
+from gspo_jax.parallel.mesh import count_slices
 from gspo_jax.planning import executed
 from gspo_jax.planning.calibration import generation
 from gspo_jax.planning.cost_records import Costs
@@ -29,7 +30,7 @@ def setting_of(engine: Engine, rates: Rates) -> Setting:
     """Return the engine on the attached chips."""
     devices = list(engine.meshes.trainer.devices.flat)
     kind = generation(devices[0])
-    return Setting(engine, CHIPS[kind], rates, torus=torus_of(kind, devices))
+    return Setting(engine, CHIPS[kind], rates, torus=torus_of(kind, devices), slices=count_slices(devices))
 
 
 def texts() -> dict[str, str]:

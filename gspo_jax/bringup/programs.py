@@ -73,9 +73,9 @@ class Tried:
     """Bytes of a device."""
 
 
-def sizes_of(devices: int) -> dict[str, int]:
-    """Return the axes of the mesh of so many devices."""
-    return {"fsdp": -1, "expert": math.gcd(devices, EXPERT_SHARDS)}
+def sizes_of(devices: int, slices: int) -> dict[str, int]:
+    """Return the axes of the mesh of so many devices in so many slices."""
+    return {"data": slices, "fsdp": -1, "expert": math.gcd(devices // slices, EXPERT_SHARDS)}
 
 
 def chosen(name: str, kind: str, memory: float, mesh: shapes.AnyMesh) -> tuple[ModelConfig, str]:
@@ -88,11 +88,11 @@ def chosen(name: str, kind: str, memory: float, mesh: shapes.AnyMesh) -> tuple[M
     return model, shapes.SHAPE + shapes.described(model, find(shapes.SHAPE))
 
 
-def workload_of(folder: Path, model: ModelConfig, kind: str, devices: int) -> Learned:
+def workload_of(folder: Path, model: ModelConfig, kind: str, devices: int, slices: int = 1) -> Learned:
     """Return the iterations that are timed."""
-    mesh = (
-        sizes_of(devices) if model.is_routed and model.num_experts % sizes_of(devices)["expert"] == 0 else {"fsdp": -1}
-    )
+    mesh = sizes_of(devices, slices)
+    if not model.is_routed or model.num_experts % mesh["expert"]:
+        del mesh["expert"]
     sizes: dict[str, Any] = {"prompts": 2 * devices, "minibatches": 2, "devices": devices} | SIZES[kind]
     return Learned(model=folder, mesh=mesh, repeats=REPEATS, **sizes)
 
@@ -100,15 +100,15 @@ def workload_of(folder: Path, model: ModelConfig, kind: str, devices: int) -> Le
 @contextmanager
 def trying(given: Given) -> Iterator[Tried]:
     """Choose a model and a workload, in a folder of this process's own."""
-    device, devices = jax.local_devices()[0], jax.device_count()
-    mesh = mesh_lib.make_mesh(sizes_of(devices))
+    device, devices, slices = jax.local_devices()[0], jax.device_count(), mesh_lib.count_slices(jax.devices())
+    mesh = mesh_lib.make_mesh(sizes_of(devices, slices))
     memory = hosts.memory_of(mesh) or psutil.virtual_memory().available * processes.count() / devices
     model, says = chosen(given.model, kind_of(device), memory, mesh)
     with tempfile.TemporaryDirectory(prefix="gspo_jax-first-") as name:
         folder = Path(name)
         huggingface.write_config(folder, model, np.dtype(np.float32))
         random_weights.write(folder, 0)
-        work = workload_of(folder, model, kind_of(device), devices)
+        work = workload_of(folder, model, kind_of(device), devices, slices)
         yield Tried(work, work.check(), says, memory)
 
 
@@ -178,8 +178,8 @@ def measured(given: Given, iterations: Iterations, tried: Tried) -> Result:
     found, figures["traces"] = traced(iterations, 1 + work.repeats, given)
     findings += found
     kind = generation(jax.devices()[0])
-    if kind in CHIPS:
-        file = given.out / RATES
+    if kind in CHIPS and processes.is_first():
+        file = given.out / RATES  # which the others may not have
         rates = rates_lib.read(file, generation=kind) if file.exists() else rates_lib.assumed(kind)
         figures["planned"] = beside = planned.beside(iterations.engine, each, rates, iterations.traces)
         findings += [judged(name, *times) for name, times in beside["seconds"].items()]

@@ -16,7 +16,7 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel import processes
 from gspo_jax.planning import calibration
 from gspo_jax.planning import rates as rates_lib
-from gspo_jax.planning.calibration import LARGE, SENT, SMALL, kind_of, per_turn
+from gspo_jax.planning.calibration import LARGE, SMALL, kind_of, per_turn
 from gspo_jax.planning.topology import CHIPS
 
 FILE = "rates.json"
@@ -51,12 +51,9 @@ def run(given: Given) -> Result:
         {
             "devices": split.shape["fsdp"],
             "latency_s": calibration.gathering(split, SMALL),
-            "bytes_per_s": (split.shape["fsdp"] - 1)
-            * 4
-            * SENT[kind_of(device)]
-            / calibration.gathering(split, (SENT[kind_of(device)],)),
+            "bytes_per_s": calibration.bytes_per_s(split),
         }
-        for split in (calibration.groups(mesh) if mesh.size > 1 else ())
+        for split in calibration.groups(mesh)
     ]
     figures["by_device"] = by_device()
     if processes.is_first():

@@ -14,7 +14,7 @@ def get_config(arg: str = "v5e-2x4") -> ConfigDict:
     """Return the config for a slice, GENERATION-SIDES."""
     name = arg.replace("-", ":")
     devices = len(describe(name))
-    mesh = topology_mesh(name, programs.sizes_of(devices))
+    mesh = topology_mesh(name, programs.sizes_of(devices, 1))
     model, _ = programs.chosen("", "accelerator", CHIPS[generation(name)].memory, mesh)
     work = programs.workload_of(Path(), model, "accelerator", devices)
     config = work.config

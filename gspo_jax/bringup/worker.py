@@ -20,6 +20,7 @@ import jax
 from gspo_jax import cli, shell
 from gspo_jax.bringup import catalogue, stages
 from gspo_jax.bringup.stages import FAILED, OK, Given, Record, Stage
+from gspo_jax.bringup.watch import DONE
 from gspo_jax.config import base
 from gspo_jax.doctor import Finding
 from gspo_jax.limited import quoted
@@ -96,6 +97,7 @@ def main(given: Given, status: Path, *, again: bool) -> int:
         if processes.is_first():
             record.write(given.out)
             print(f"{stage.title}: {record.state}, {record.seconds:.0f} s", flush=True)
+    tell(status, stage=DONE, limit=0.0)
     return 0
 
 

@@ -5,7 +5,7 @@ constraints are the identity.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -85,8 +85,7 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
     """
     devices = jax.devices() if devices is None else devices
     shape, axis_types = mesh_sizes(sizes, len(devices)), (AxisType.Auto,) * len(AXES)
-    # Other backends report every host as a slice.
-    slices = len({getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"})
+    slices = count_slices(devices)
     # An axis of 8 on 4x4x4 takes one side and half of another.
     if slices < 2:
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
@@ -95,6 +94,11 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
         inner, outer = (shape[0] // slices, *shape[1:]), (slices, 1, 1, 1)
         grid = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
     return Mesh(grid, AXES, axis_types=axis_types)
+
+
+def count_slices(devices: Iterable[Any]) -> int:
+    """Return the number of TPU slices that devices belong to, 1 of other kinds, which report every host as a slice."""
+    return max(1, len({getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"}))
 
 
 def reshaped(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:

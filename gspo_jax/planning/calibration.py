@@ -1,13 +1,14 @@
 """Measurement of `rates.Rates` on the attached devices.
 
-All but matmuls are timed as the difference between a long and a short device loop, which cancels start and fetch times.
-What the devices do not have stays as assumed: links of a single device, other slices, and anywhere but on a TPU kernels
-and the compiler's estimates.
+All are timed as the difference between a long and a short device loop, which cancels start and fetch times. What the
+devices do not have stays as assumed: links of a single device, other slices, and anywhere but on a TPU kernels and the
+compiler's estimates.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,22 +18,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gspo_jax.errors import UserError
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel import processes
 from gspo_jax.planning.hlo import Module
 from gspo_jax.planning.rates import FIGURES, LATENCIES, Rates, assumed
 from gspo_jax.planning.topology import CHIPS, KINDS, torus_of
 
 SIDES = {"cpu": (512, 1024, 2048), "accelerator": (2048, 4096, 8192)}
 """Sides of the square matrices."""
-MATMUL_S = 0.3
-"""Seconds per matrix size."""
 LOOP_S = 0.2
 """Minimum of the long loop."""
 LARGE = {"cpu": 2**24, "accelerator": 2**28}
 """float32 elements for main memory. More than fits on chip."""
 SENT = {"cpu": 2**18, "accelerator": 2**24}
-"""float32 elements that each device sends."""
+"""float32 elements that each device sends, at most."""
+GATHERED = 2**29
+"""Most float32 elements that a device gets of all together."""
 SMALL = (8, 128)
 """Array shape that takes only the latency."""
 UNROLLED = 16
@@ -47,25 +48,29 @@ def kind_of(device: Any) -> str:
 
 
 def matmul_flops_per_s(mesh: Mesh, dtype: str) -> float:
-    """Measure matmul FLOP/s of all devices together: best time per size, median over sizes."""
-    count, rates = mesh.devices.size, []
-    multiply = jax.jit(jnp.matmul)
-    spread = NamedSharding(mesh, PartitionSpec(mesh_lib.AXES))
-    for side in SIDES[kind_of(mesh.devices.flat[0])]:
-        rows = jax.device_put(jnp.ones((count * side, side), dtype), spread)
-        matrix = jax.device_put(jnp.ones((side, side), dtype), mesh_lib.replicated(mesh))
-        jax.block_until_ready(multiply(rows, matrix))  # compiles
-        seconds, end = [], time.perf_counter() + MATMUL_S
-        while len(seconds) < 3 or time.perf_counter() < end:
-            begun = time.perf_counter()
-            jax.block_until_ready(multiply(rows, matrix))
-            seconds.append(time.perf_counter() - begun)
-        rates.append(2 * count * side**3 / min(seconds))
-    return statistics.median(rates)
+    """Measure matmul FLOP/s of all devices together: median over sizes."""
+    count = mesh.devices.size
+
+    def multiply(_: Any, x: tuple[Any, Any]) -> tuple[Any, Any]:
+        rows, matrix = x
+        return rows @ matrix, matrix
+
+    def rate(side: int) -> float:
+        shape = (count, side, side)
+
+        def make() -> tuple[Any, Any]:
+            return jnp.ones(shape, dtype), jnp.full(shape, 1 / side, dtype)  # a product keeps the rows as they are
+
+        return 2 * count * side**3 / _on_each(mesh, multiply, make)
+
+    return statistics.median(rate(side) for side in SIDES[kind_of(mesh.devices.flat[0])])
 
 
-def per_turn(turn: Callable[[Any, Any], Any], x: Any, *, least_s: float | None = None) -> float:
-    """Return the seconds per turn of `x = turn(i, x)` in a device loop that takes at least `least_s`, or LOOP_S."""
+def per_turn(turn: Callable[[Any, Any], Any], x: Any, *, least_s: float | None = None, together: bool = False) -> float:
+    """Return the seconds per turn of `x = turn(i, x)` in a device loop that takes at least `least_s`, or LOOP_S.
+
+    `together`: devices of all processes run it, as often as the first one's clock says.
+    """
 
     @jax.jit
     def loop(turns: Any, x: Any) -> Any:
@@ -81,8 +86,14 @@ def per_turn(turn: Callable[[Any, Any], Any], x: Any, *, least_s: float | None =
         return min(seconds)
 
     turns, short = 4, timed(1)
-    while (long := timed(turns)) < (LOOP_S if least_s is None else least_s) + short:
+    long = timed(turns)
+
+    def enough(seconds: float) -> bool:
+        return seconds >= (LOOP_S if least_s is None else least_s) + short
+
+    while not (processes.ask_first(partial(enough, long)) if together else enough(long)):
         turns *= 2
+        long = timed(turns)
     return (long - short) / (turns - 1)
 
 
@@ -110,23 +121,26 @@ def operation_latency(device: Any) -> float:
     return per_turn(turn, x) / UNROLLED
 
 
-def _on_each(mesh: Mesh, body: Callable[[Any, Any], Any], elements: tuple[int, ...]) -> float:
-    """Return the seconds per turn of `x = body(turn, x)` on each device's x [1, *elements]."""
+def _on_each(mesh: Mesh, body: Callable[[Any, Any], Any], make: Callable[[], Any]) -> float:
+    """Return the seconds per turn of `x = body(turn, x)` on each device's part of x = make(), [devices, …]."""
     spec = PartitionSpec(mesh_lib.AXES)
-    spread = NamedSharding(mesh, spec)
-    x = jax.device_put(jnp.ones((mesh.devices.size, *elements), jnp.float32), spread)
     with jax.set_mesh(mesh):
-        return per_turn(jax.shard_map(body, in_specs=(PartitionSpec(), spec), out_specs=spec), x)
+        x = jax.jit(make, out_shardings=NamedSharding(mesh, spec))()
+        return per_turn(jax.shard_map(body, in_specs=(PartitionSpec(), spec), out_specs=spec), x, together=True)
 
 
 def groups(mesh: Mesh) -> list[Mesh]:
-    """Return the mesh as groups of 2, 4, … and of all devices along `fsdp`, neighbours in its order."""
-    count = mesh.devices.size
-    sizes = sorted({2**i for i in range(1, count.bit_length()) if count % 2**i == 0} | {count})
-    return [
-        Mesh(mesh.devices.reshape(count // size, size, 1, 1), mesh_lib.AXES, axis_types=mesh.axis_types)
-        for size in sizes
-    ]
+    """Return the mesh as groups of 2, 4, … and of all devices of a slice along `fsdp`, neighbours in its order."""
+    devices = sorted(mesh.devices.flat, key=_slice_of) if (slices := _slices(mesh)) > 1 else list(mesh.devices.flat)
+    count = len(devices) // slices
+    sizes = sorted({2**i for i in range(1, count.bit_length()) if count % 2**i == 0} | {count} - {1})
+    grid = np.array(devices, dtype=object)
+    return [Mesh(grid.reshape(-1, size, 1, 1), mesh_lib.AXES, axis_types=mesh.axis_types) for size in sizes]
+
+
+def sent(split: Mesh) -> int:
+    """Return the float32 elements that each device sends to its group along `fsdp` in a large all-gather."""
+    return min(SENT[kind_of(split.devices.flat[0])], GATHERED // split.shape["fsdp"])
 
 
 def gathering(split: Mesh, elements: tuple[int, ...]) -> float:
@@ -136,7 +150,13 @@ def gathering(split: Mesh, elements: tuple[int, ...]) -> float:
         whole = jax.lax.all_gather(x, "fsdp", axis=0, tiled=True)
         return jax.lax.dynamic_slice_in_dim(whole, turn % split.shape["fsdp"], 1)  # not known ahead: all is gathered
 
-    return _on_each(split, body, elements)
+    return _on_each(split, body, lambda: jnp.ones((split.devices.size, *elements), jnp.float32))
+
+
+def bytes_per_s(split: Mesh) -> float:
+    """Measure the bytes per second that a device sends along `fsdp` in a large all-gather."""
+    elements = sent(split)
+    return (split.shape["fsdp"] - 1) * 4 * elements / gathering(split, (elements,))
 
 
 def collective_latencies(mesh: Mesh) -> tuple[float, float]:
@@ -145,7 +165,7 @@ def collective_latencies(mesh: Mesh) -> tuple[float, float]:
     A least-squares line through the groups of `groups`.
     """
     splits = groups(mesh)
-    hops = [_longest_way(split.devices[0].flat, mesh.devices.flat) for split in splits]
+    hops = [_longest_way(split.devices[0].flat, splits[-1].devices[0].flat) for split in splits]
     seconds = [gathering(split, SMALL) for split in splits]
     if len(set(hops)) == 1:
         return seconds[-1], 0.0
@@ -205,22 +225,25 @@ def cycle(device: Any) -> float | None:
     return per_turn(lambda _, x: jax.lax.optimization_barrier(work(x)), x) / estimated if estimated else None
 
 
-def links(mesh: Mesh) -> float:
-    """Measure the bytes per second that a device sends in a large all-gather."""
-    elements, whole = SENT[kind_of(mesh.devices.flat[0])], groups(mesh)[-1]
-    return (mesh.devices.size - 1) * 4 * elements / gathering(whole, (elements,))
-
-
 def between_slices(mesh: Mesh) -> float | None:
     """Measure the bytes per second that a device sends to other slices; None if there are none."""
-    devices = sorted(mesh.devices.flat, key=lambda device: getattr(device, "slice_index", 0))
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    devices = sorted(mesh.devices.flat, key=_slice_of)
+    slices = len(set(map(_slice_of, devices)))
     if slices == 1 or len(devices) % slices:
         return None
     across = np.array(devices, dtype=object).reshape(slices, -1).T
-    split = Mesh(across.reshape(*across.shape, 1, 1), mesh_lib.AXES, axis_types=mesh.axis_types)
-    elements = SENT[kind_of(devices[0])]
-    return (slices - 1) * 4 * elements / gathering(split, (elements,))
+    return bytes_per_s(Mesh(across.reshape(*across.shape, 1, 1), mesh_lib.AXES, axis_types=mesh.axis_types))
+
+
+def _slice_of(device: Any) -> int:
+    """Return the index of a device's TPU slice, or of its host elsewhere."""
+    return getattr(device, "slice_index", 0)
+
+
+def _slices(mesh: Mesh) -> int:
+    """Return the number of TPU slices, 1 if they differ in size."""
+    slices = mesh_lib.count_slices(mesh.devices.flat)
+    return 1 if mesh.devices.size % slices else slices
 
 
 def generation(device: Any) -> str:
@@ -233,25 +256,20 @@ def measure(mesh: Mesh) -> Rates:
     """Measure the attached devices. What they do not have keeps its assumed figure.
 
     All processes call it; what concerns one device is measured on one of this process's.
-
-    Raises:
-      UserError: there is one device, without assumed figures.
     """
     device, count = mesh.local_devices[0], mesh.devices.size
     kind, here = generation(device), f"measured on {count} x {device.device_kind}"
-    if count == 1 and kind not in CHIPS:
-        raise UserError(f"one device of kind {kind!r} has no links to measure; attach at least two")
     dtype = "float32" if device.platform == "cpu" else "bfloat16"
     found = {
         "flops": matmul_flops_per_s(mesh, dtype) / count,
         "bandwidth": bandwidth(device),
         "operation": operation_latency(device),
     }
-    if count > 1:
-        found["links"] = links(mesh)
+    if splits := groups(mesh):
+        found["links"] = bytes_per_s(splits[-1])
         found["collective"], found["hop"] = collective_latencies(mesh)
-        if (dcn := between_slices(mesh)) is not None:
-            found["dcn"] = dcn
+    if (dcn := between_slices(mesh)) is not None:
+        found["dcn"] = dcn
     if device.platform == "tpu":
         found["launch"], found["grid_step"] = kernel_overheads(device)
         if (seconds := cycle(device)) is not None:
@@ -263,7 +281,8 @@ def measure(mesh: Mesh) -> Rates:
         others = {name: (getattr(published, name), published.sources[name]) for name in FIGURES}
     else:
         others = dict.fromkeys(LATENCIES, (0.0, f"a {kind} has none that is measured"))
-        others["dcn"] = found["links"], "as links: there are no slices"
+        others["links"] = found["bandwidth"], "as memory: a device alone sends nothing"
+        others["dcn"] = found.get("links", found["bandwidth"]), "as links: there are no slices"
     others["efficiency"] = 1.0, "assumed: measured rates are attained, and nothing is known of losses beyond them"
     for name in others.keys() - found.keys():
         found[name], sources[name] = others[name]

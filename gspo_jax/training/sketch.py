@@ -2,9 +2,9 @@
 
 A gradient per block would take several models' memory. A sketch keeps the gradients' inner products instead: an element
 is added with a random sign to one of SIDE² buckets of its tensor (signed feature hashing, arXiv 0902.2206). Then
-E ⟨sketch x, sketch y⟩ = ⟨x, y⟩, with a standard deviation of about |x| |y| / SIDE, and none for a matrix of no more rows
-and columns than its buckets have. Sketches are linear, so those of micro-batches add up. Directional derivatives per
-token, by forward mode, do not pass the kernels' own derivatives.
+E ⟨sketch x, sketch y⟩ = ⟨x, y⟩, with a standard deviation of about |x| |y| / SIDE, and none for a matrix of no more
+rows and columns than its buckets have. Sketches are linear, so those of micro-batches add up. Directional derivatives
+per token, by forward mode, do not pass the kernels' own derivatives.
 """
 
 from collections.abc import Callable

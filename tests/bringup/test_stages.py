@@ -111,7 +111,7 @@ def test_a_program_beside_the_plan(ratio: float, state: str) -> None:
 )
 def test_shapes_that_fit(kind: str, devices: int, says: str) -> None:
     memory, whole = CHIPS[kind].memory, find(shapes.SHAPE)
-    sizes = mesh_lib.mesh_sizes(programs.sizes_of(devices), devices)
+    sizes = mesh_lib.mesh_sizes(programs.sizes_of(devices, 1), devices)
     mesh = jax.sharding.AbstractMesh(sizes, mesh_lib.AXES)
     model = shapes.fitting(memory, mesh)
     assert shapes.described(model, whole) == says

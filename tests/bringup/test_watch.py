@@ -20,12 +20,13 @@ import pytest
 from gspo_jax import first
 from gspo_jax.bringup import catalogue, worker
 from gspo_jax.bringup.stages import Given, Stage
+from gspo_jax.parallel import processes
 from tests.pods import ROOT, free_port
 
 STAGES = """
-    import os, signal, time
+    import atexit, os, signal, sys, time
     import jax, jax.numpy as jnp
-    from gspo_jax.bringup import catalogue
+    from gspo_jax.bringup import catalogue, watch
     from gspo_jax.bringup.stages import Stage
     from gspo_jax.doctor import Finding
 
@@ -36,7 +37,7 @@ STAGES = """
         return [Finding("sum", "ok", f"the sum is {total:.0f}")], {"devices": jax.device_count()}
 
     def dies(given):
-        print("about to die", file=__import__("sys").stderr, flush=True)
+        print("about to die", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def hangs(given):
@@ -46,6 +47,16 @@ STAGES = """
 
     def raises(given):
         raise RuntimeError("no such kernel")
+
+    if "gspo_jax.bringup.worker" not in sys.orig_argv:
+        watch.PAUSE_S = 0.1
+    elif os.path.exists("starts"):
+        starts = int(open("starts").read())
+        if not starts:
+            sys.exit("the devices are in use")
+        open("starts", "w").write(str(starts - 1))
+    elif os.path.exists("exits"):
+        atexit.register(os.kill, os.getpid(), signal.SIGKILL)
 
     catalogue.STAGES = tuple(Stage(name, name.title(), share, globals()[name]) for name, share in NAMES)
 """
@@ -87,14 +98,40 @@ def test_a_stage_that_dies_hangs_or_fails_leaves_the_others(
 
 
 @pytest.mark.slow
+def test_a_worker_that_cannot_start_again_leaves_the_records_that_there_are(
+    command: Callable[..., dict[str, Any]], tmp_path: pathlib.Path
+) -> None:
+    given = command(fine=0.4, dies=0.3, raises=0.3)
+    (tmp_path / "starts").write_text("1")
+    done = subprocess.run(**given, capture_output=True, check=False)
+    assert done.returncode == 1, done.stderr
+    first = (tmp_path / "first" / "page.md").read_text().splitlines()[2:5]
+    assert first[0].startswith("- **Failed**: Dies: the process was ended by signal 9")
+    assert first[1].startswith("- **Failed**: Raises: the process ended with exit code 1: ")
+    assert "the devices are in use" in first[1]
+    assert json.loads((tmp_path / "first.json").read_text())["stages"]["fine"]["state"] == "ok"
+
+
+@pytest.mark.slow
+def test_a_death_behind_the_last_stage_is_none(command: Callable[..., dict[str, Any]], tmp_path: pathlib.Path) -> None:
+    given = command(fine=1.0)
+    (tmp_path / "exits").touch()
+    done = subprocess.run(**given, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "All 1 stages hold." in done.stdout
+
+
+@pytest.mark.slow
 def test_killed_it_goes_on_with_what_is_left(command: Callable[..., dict[str, Any]], tmp_path: pathlib.Path) -> None:
     given = command(fine=0.5, hangs=0.5)
     process = subprocess.Popen(**given, stdout=subprocess.DEVNULL)
     end = time.time() + 120
-    while not (tmp_path / "first" / "hangs").exists() and time.time() < end:
+    hangs, page = tmp_path / "first" / "hangs", tmp_path / "first" / "page.md"
+    while not (hangs.exists() and page.exists() and "- ok: sum" in page.read_text()) and time.time() < end:
         time.sleep(0.1)
     process.send_signal(signal.SIGKILL)
     process.wait()
+    assert "- **Not run**: Hangs" in page.read_text()
     (tmp_path / "first" / "awake").touch()
     done = subprocess.run(**given, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -145,7 +182,7 @@ FAULTS = """
         every = kernels.tried
         kernels.tried = lambda: every(only=("grouped matmul",))
         calibration.LARGE, calibration.SIDES = {"cpu": 2**22}, {"cpu": (256,)}
-        calibration.SENT, calibration.LOOP_S, calibration.MATMUL_S = {"cpu": 2**12}, 0.02, 0.02
+        calibration.SENT, calibration.LOOP_S = {"cpu": 2**12}, 0.02
         bandwidth = calibration.bandwidth
         calibration.bandwidth = lambda device: bandwidth(device) / 10
         catalogue.STAGES = tuple(one for one in catalogue.STAGES if one.name in ("kernels", "rates", "programs"))
@@ -172,6 +209,15 @@ def test_planted_faults_are_the_first_lines_of_the_page(
         r"- \*\*Failed\*\*: How fast a run is: Qwen3-30B-A3B does not fit: weights and optimizer take \S+ GB",
     ):
         assert any(re.match(fault, line) for line in text.splitlines()[2:5]), text
+
+
+def test_a_wrong_environment_is_told_before_any_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    for name, value in zip(processes.VARIABLES, ("localhost:9911", "2", "abc"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert first.main([f"--out={tmp_path / 'first'}"]) == 2
+    assert "JAX_PROCESS_ID are localhost:9911, 2, abc; give" in capsys.readouterr().err
 
 
 def test_wrong_flags(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
