@@ -324,10 +324,10 @@ cli.prepare(config)
 with processes.guarded(count):
     calibration.LOOP_S = (0.02, 0.5)[processes.number()]
     split = calibration.groups(mesh.make_mesh({"data": -1}))[-1]
-    print(calibration.gathering(split, (8,)) > 0)
+    assert calibration.gathering(split, (8,)) > 0
 """
 
 
 @pytest.mark.slow
 def test_processes_gather_equally_often_whatever_their_clocks_say() -> None:
-    assert all("True\n" in said for said in run_processes(2, "-c", CLOCKS))
+    run_processes(2, "-c", CLOCKS, seconds=120)

@@ -21,6 +21,8 @@ ENDS = 5
 """Iterations whose rewards are averaged, at either end."""
 MISMATCH = {"float32": 1e-4, "bfloat16": 1e-2}
 """Largest KL of the trainer's log-probs to the sampler's, with the same weights, by rounding alone."""
+RATIOS = {"float32": 1e-3, "bfloat16": 1e-2}
+"""Largest mean log-ratio of a response before the first update, of two programs of the trainer that round otherwise."""
 KEPT = (
     *("actor/grad_norm", "actor/entropy", "clip_fraction/sequence", "ratio/sequence_log_max", "ratio/token_log_std"),
     *("mismatch/kl", "mismatch/max", "mismatch/flip_rate", "routing/flip_rate", "routing/max_violation"),
@@ -91,7 +93,7 @@ def judged(rows: list[dict[str, Any]], dtype: str, peak: int | None, memory: flo
     )
     found.append(Finding("mismatch", OK if kl <= limit else FAILED, text, remedy))
     ratio = max(row["first"]["ratio/sequence_log_max"] for row in rows)
-    still = ratio < 1e-3
+    still = ratio < RATIOS[dtype]
     text = f"ratios before the first update are 1, to {ratio:.1e}"
     found.append(
         Finding("ratios", OK if still else FAILED, text, "" if still else "Scoring and update compute other log-probs.")
