@@ -125,12 +125,12 @@ def donation() -> Finding:
         expected[:, 0] += np.float32(0.5) * expected[:, 1]
     wrong = int((~np.isclose(np.asarray(cache), expected, rtol=1e-5, atol=1e-5)).sum())
     if wrong:
-        found = f"donated cache: {wrong} of {cache.size} entries are wrong after {UPDATES} updates in place"
+        found = f"{wrong} of {cache.size} entries of a donated cache are wrong after {UPDATES} updates in place"
         return Finding("donation", FAILED, found, "Do not train with it: a decode step's cache would be wrong.")
     if len(places) > 2:  # the first, and where a program may have put its result at first
-        found = f"donated cache: right after {UPDATES} updates, but copied: it lay in {len(places)} places"
+        found = f"right after {UPDATES} updates of a cache, but copied: it lay in {len(places)} places"
         return Finding("donation", WARNING, found, "Decoding will need more memory and time than planned.")
-    return Finding("donation", OK, f"donated cache: right after {UPDATES} updates, in place")
+    return Finding("donation", OK, f"right after {UPDATES} updates of a cache, in place")
 
 
 CHECKS: dict[str, Callable[[], Finding]] = {"draws": doctor.draws, "donation": donation}

@@ -195,13 +195,13 @@ def judge(outcomes: Sequence[Outcome]) -> list[Finding]:
             said = [str(o) + ("" if o.way == KERNEL else f" ({o.way})") for o in wrong]
             remedy = RAISED if any(o.raised for o in wrong) else WRONG
             state = WARNING if all(o.way == XLA for o in wrong) else FAILED  # no run uses it
-            found.append(Finding(named, state, f"{named}: {'; '.join([*said, *others])}", remedy))
+            found.append(Finding(named, state, "; ".join([*said, *others]), remedy))
     if found or not outcomes:
         return found
     name = outcomes[0].kernel
     worst = max(outcomes, key=lambda o: max((o.errors[n] / max(o.limits[n], 1e-9) for n in o.errors), default=0))
     error, most = _percent(worst.errors[worst.worst]), _percent(worst.limits[worst.worst])
-    return [Finding(name, OK, f"{name}: right on {len(loads)} loads, within {error} (at most {most})")]
+    return [Finding(name, OK, f"right on {len(loads)} loads, within {error} (at most {most})")]
 
 
 def all_kernels() -> list[Kernel]:
@@ -259,8 +259,7 @@ def _elsewhere(kernel: Kernel, devices: Sequence[Any]) -> list[Finding]:
         one = kernel._replace(name=f"{kernel.name} on device {device.id}", loads={load: draws})
         found += [f for own in check([one], device, most=1) for f in judge(own) if f.state != OK]
     if devices and not found:
-        name = f"{kernel.name} on other devices"
-        found = [Finding(name, OK, f"{name}: right on {len(devices)}")]
+        found = [Finding(f"{kernel.name} on other devices", OK, f"right on {len(devices)}")]
     return found
 
 
@@ -268,7 +267,7 @@ def _caught(name: str, one: Callable[[], Finding]) -> Finding:
     try:
         return one()
     except Exception as error:
-        return Finding(name, FAILED, f"{name}: {_first_line(error)}", RAISED)
+        return Finding(name, FAILED, _first_line(error), RAISED)
 
 
 def _first_line(error: Exception) -> str:

@@ -12,8 +12,12 @@ def verdict(titles: dict[str, str], records: Sequence[Record]) -> list[str]:
     """Return the first lines: what failed, what is doubtful, what is missing, or that all holds."""
     lines = []
     for state, heading in ((FAILED, "Failed"), (WARNING, "Doubtful")):
-        found = [(titles[record.stage], one) for record in records for one in record.findings if one.state == state]
-        lines += [f"- **{heading}**: {title}: {one.found}" for title, one in found]
+        lines += [
+            f"- **{heading}**: {titles[record.stage]}: {_said(record, one)}"
+            for record in records
+            for one in record.findings
+            if one.state == state
+        ]
     ended = {record.stage for record in records}
     missing = [title for name, title in titles.items() if name not in ended]
     if missing:
@@ -31,7 +35,9 @@ def page(titles: dict[str, str], records: Sequence[Record], *, rates: str) -> st
     lines += [f"| {titles[record.stage]} | {record.state} | {record.seconds:.0f} |" for record in records]
     for record in records:
         lines += ["", f"## {titles[record.stage]}", ""]
-        lines += [_line(one) for one in sorted(record.findings, key=lambda one: ORDER.index(one.state))]
+        for one in sorted(record.findings, key=lambda one: ORDER.index(one.state)):
+            end = "" if one.found.endswith(".") else "."
+            lines.append(f"- {one.state}: {_said(record, one)}" + (f"{end} {one.remedy}" if one.remedy else ""))
     lines += [
         "",
         "## What next",
@@ -43,5 +49,5 @@ def page(titles: dict[str, str], records: Sequence[Record], *, rates: str) -> st
     return "\n".join(lines)
 
 
-def _line(one: Finding) -> str:
-    return f"- {one.state}: {one.check}: {one.found}" + (f" {one.remedy}" if one.remedy else "")
+def _said(record: Record, one: Finding) -> str:
+    return one.found if one.check == record.stage else f"{one.check}: {one.found}"

@@ -203,10 +203,10 @@ def traced(iterations: Iterations, number: int, given: Given) -> Result:
 def judged(name: str, measured_s: float, planned_s: float) -> Finding:
     """Compare a program's time with the planned one."""
     ratio = measured_s / planned_s
-    text = f"{name}: {measured_s * 1e3:.2f} ms, {ratio:.2f} times the {planned_s * 1e3:.2f} ms of plan"
+    text = f"{measured_s * 1e3:.2f} ms, {ratio:.2f} times the {planned_s * 1e3:.2f} ms of plan"
     if 1 / APART <= ratio <= APART:
-        return Finding("plan", OK, text)
+        return Finding(f"plan of {name}", OK, text)
     state = WARNING if 1 / FAR <= ratio <= FAR else FAILED
     return Finding(
-        "plan", state, text, "See which operations take longer, under `planned` in the record of this stage."
+        f"plan of {name}", state, text, "See which operations take longer, under `planned` in the record of this stage."
     )

@@ -162,13 +162,13 @@ def numpy_bandwidth() -> float:
 def judged(name: str, rate: float, wanted: Expected) -> Finding:
     """Compare a rate with what is expected."""
     share = rate / wanted.rate
-    text = f"{name}: {rate:.3g}/s, {share:.0%} of {wanted.rate:.3g} ({wanted.source})"
+    text = f"{rate:.3g}/s, {share:.0%} of {wanted.rate:.3g} ({wanted.source})"
     if share >= GOOD:
-        return Finding("rates", OK, text)
+        return Finding(name, OK, text)
     remedy = (
         "Look for other load, throttling or a wrong topology, and run the stage again; plan --rates counts with it."
     )
-    return Finding("rates", WARNING if share >= POOR else FAILED, text, remedy)
+    return Finding(name, WARNING if share >= POOR else FAILED, text, remedy)
 
 
 def compared(devices: Sequence[Mapping[str, float]], least: float) -> list[Finding]:

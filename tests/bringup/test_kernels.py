@@ -19,6 +19,10 @@ from gspo_jax.rollout import draws
 CHEAP = ("grouped matmul of a layer", "weighted*", "router", "cumsum", "draws", "donation")
 
 
+def said(finding):
+    return f"{finding.check}: {finding.found}"
+
+
 @pytest.fixture
 def cheap(monkeypatch):
     """Give a function that tries a few kernels as XLA computes them, and returns what failed."""
@@ -31,7 +35,7 @@ def cheap(monkeypatch):
         assert len({outcome["kernel"] for outcome in figures["outcomes"]}) == 4
         states = [finding.state for finding in found]
         assert states == sorted(states)  # "failed" before "ok"
-        return [finding.found for finding in found if finding.state == FAILED]
+        return [said(finding) for finding in found if finding.state == FAILED]
 
     return failed
 
@@ -44,9 +48,9 @@ def test_all_are_right(cheap):
 def test_every_kernel_is_right():
     """XLA's and, interpreted, the TPU's."""
     found, figures = kernels.tried()
-    assert [finding.found for finding in found if finding.state != OK] == []
+    assert [said(finding) for finding in found if finding.state != OK] == []
     assert {outcome["way"] for outcome in figures["outcomes"]} == {kernels.KERNEL, kernels.INTERPRETED}
-    assert "router on other devices: right on 7" in [finding.found for finding in found]
+    assert "router on other devices: right on 7" in [said(finding) for finding in found]
 
 
 def planted(monkeypatch):
@@ -73,7 +77,7 @@ def test_a_matmul_that_is_wrong_by_1_percent_on_skewed_loads(dtype, monkeypatch)
     (finding,) = kernels.judge(outcomes)
     assert finding.state == FAILED and finding.remedy
     assert re.fullmatch(
-        r"grouped matmul, skewed load: wrong by 1(\.\d)?% \(at most 0\.\d+%\), (first|second) product", finding.found
+        r"grouped matmul, skewed load: wrong by 1(\.\d)?% \(at most 0\.\d+%\), (first|second) product", said(finding)
     )
 
 
@@ -96,7 +100,7 @@ def test_draws_that_favour_some_ids(cheap, monkeypatch):
 
     monkeypatch.setattr(draws, "draw", biased)
     (found,) = cheap()
-    assert found.startswith("256 draws of 8,192 equally likely tokens: p ")
+    assert found.startswith("draws: 256 draws of 8,192 equally likely tokens: p ")
 
 
 def test_a_kernel_that_raises(cheap, monkeypatch):
@@ -117,7 +121,9 @@ def test_a_cache_that_is_written_elsewhere(cheap, monkeypatch):
 
     monkeypatch.setattr(device_operations, "jnp", Numpy())
     (found,) = cheap()
-    assert re.fullmatch(r"donated cache: \d+ of 262144 entries are wrong after 64 updates in place", found)
+    assert re.fullmatch(
+        r"donation: \d+ of 262144 entries of a donated cache are wrong after 64 updates in place", found
+    )
 
 
 def test_deviations():

@@ -59,13 +59,13 @@ def test_the_page_begins_with_what_failed() -> None:
         record("rates", Finding("devices", FAILED, "device 3 is slow", "Replace it.")),
     ]
     assert page.verdict(titles, found) == [
-        "- **Failed**: How fast it is: device 3 is slow",
-        "- **Doubtful**: What is here: little memory",
+        "- **Failed**: How fast it is: devices: device 3 is slow",
+        "- **Doubtful**: What is here: memory: little memory",
         "- **Not run**: Kernels",
     ]
     text = page.page(titles, found, rates="first/rates.json")
-    assert text.splitlines()[2] == "- **Failed**: How fast it is: device 3 is slow"
-    assert "- failed: devices: device 3 is slow Replace it." in text and "--rates=first/rates.json" in text
+    assert text.splitlines()[2] == "- **Failed**: How fast it is: devices: device 3 is slow"
+    assert "- failed: devices: device 3 is slow. Replace it." in text and "--rates=first/rates.json" in text
     assert page.verdict({"machine": "What is here"}, [record("machine")]) == ["All 1 stages hold."]
 
 
