@@ -4,7 +4,7 @@
 
 Stages, each with a time limit, check devices, kernels, rates, programs and a short training. The folder of `--out` has
 the page, and a record of every stage: the same command goes on where it was killed, and tries failed stages again. On a
-pod every host runs it, with a folder that process 0 can write. The exit code is 1 if a stage failed.
+pod every host runs it, with a folder that process 0 can write. The exit code is 1 on all if a stage failed.
 """
 
 import json
@@ -38,8 +38,9 @@ def first(given: Given, json_file: str | None = None) -> int:
         (given.out / PAGE).write_text(text, encoding="utf-8")
         return records
 
-    if not watch.watch(given, given.out / watch.LOG, show):
-        return 0
+    code = watch.watch(given, given.out / watch.LOG, show)
+    if code is not None:
+        return code
     records = show()
     print("\n".join([*page.verdict(titles, records), f"page: {given.out / PAGE}"]))
     failed = [record.stage for record in records if record.state == stages.FAILED]

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,6 +88,12 @@ def read(out: Path, stage: str) -> Record | None:
         return Record(**fields | {"findings": [Finding(**one) for one in fields["findings"]]})
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def failed(out: Path, asked: Iterable[Stage]) -> list[str]:
+    """Return the stages of `asked` that failed or have no record."""
+    found = {stage.name: read(out, stage.name) for stage in asked}
+    return [name for name, record in found.items() if record is None or record.state == FAILED]
 
 
 def forget(out: Path, stage: str) -> None:

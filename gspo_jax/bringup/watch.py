@@ -32,10 +32,10 @@ _SHOWN = 3
 """Lines of the log in a finding."""
 
 
-def watch(given: Given, log: Path, show: Callable[[], object]) -> bool:
-    """Run every stage without a record to its end, its death or its limit. Return True in the first process.
+def watch(given: Given, log: Path, show: Callable[[], object]) -> int | None:
+    """Run every stage without a record to its end, its death or its limit. Return the exit code.
 
-    There each leaves a record, and `show` is called as they come.
+    In the first process each leaves a record, `show` is called as they come, and the code is None: it has the records.
 
     Raises:
       UserError: another process than the first came to no stage.
@@ -50,7 +50,7 @@ def watch(given: Given, log: Path, show: Callable[[], object]) -> bool:
             seen = _told(status)
         number, stage = seen.get("number", int(os.environ.get("JAX_PROCESS_ID") or 0)), seen.get("stage")
         if why is None or stage == DONE:
-            return number == 0
+            return int(bool(seen.get("failed"))) if number else None
         why = f"{why}: {_last_lines(log)}"
         if stage is None:
             starts -= 1
@@ -66,7 +66,7 @@ def watch(given: Given, log: Path, show: Callable[[], object]) -> bool:
             for name in [stage] if stage in left else left[:1]:
                 _record(given, name, seen, why)
         if stage is None:
-            return True
+            return None
 
 
 def _attend(words: list[str], status: Path, log: Path, show: Callable[[], object]) -> str | None:

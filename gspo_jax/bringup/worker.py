@@ -97,7 +97,8 @@ def main(given: Given, status: Path, *, again: bool) -> int:
         if processes.is_first():
             record.write(given.out)
             print(f"{stage.title}: {record.state}, {record.seconds:.0f} s", flush=True)
-    tell(status, stage=DONE, limit=0.0)
+    failed = processes.ask_first(lambda: stages.failed(given.out, catalogue.STAGES))
+    tell(status, stage=DONE, limit=0.0, failed=failed)
     return 0
 
 
