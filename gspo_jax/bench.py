@@ -107,7 +107,10 @@ class Iterations(Observer):
         if phase == "score":
             self.stats = self.engine.sampler.stats
         if self.traces is not None:
-            self.traces.stop()
+            try:
+                self.traces.stop()
+            except OSError as error:
+                print(f"a trace is lost: {error}", file=sys.stderr)
             self.traces.start(phase)
         self._phases.append((phase, time.perf_counter()))
 

@@ -27,6 +27,8 @@ setup() {
   if ! command -v bwrap >/dev/null; then # sandbox for rewards that run code
     sudo apt-get install -y -q bubblewrap || echo "note: bubblewrap could not be installed" >&2
   fi
+  # libtpu starts and ends sooner with them
+  echo always | sudo tee /sys/kernel/mm/transparent_hugepage/enabled >/dev/null || echo "note: no huge pages" >&2
   fetch "$@"
 }
 

@@ -286,7 +286,7 @@ def test_groups_stay_within_a_slice(monkeypatch) -> None:
     """Eight devices in two slices, which the mesh has in turns, are gathered in groups of two and of four."""
     mesh = mesh_lib.make_mesh({"data": -1})
     monkeypatch.setattr(mesh_lib, "count_slices", lambda _: 2)
-    monkeypatch.setattr(calibration, "_slice_of", lambda device: device.id % 2)
+    monkeypatch.setattr(calibration, "slice_of", lambda device: device.id % 2)
     splits = calibration.groups(mesh)
     assert [split.shape["fsdp"] for split in splits] == [2, 4]
     for split in splits:

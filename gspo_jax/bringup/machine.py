@@ -11,8 +11,8 @@ from gspo_jax.doctor import Finding
 from gspo_jax.planning.calibration import generation
 from gspo_jax.planning.topology import CHIPS
 
-LEFT_OUT = ("mesh", "strays", "run folder", "disk")
-"""Checks of `doctor` that are of a run."""
+LEFT_OUT = ("mesh", "strays", "run folder", "disk", "bubblewrap")
+"""Checks of `doctor` that are of a run, or of what only some rewards need."""
 LEAST_MEMORY = 0.9
 """Of what the compiler grants a chip of its generation."""
 

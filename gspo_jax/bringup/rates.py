@@ -17,7 +17,7 @@ from gspo_jax.parallel import processes
 from gspo_jax.planning import calibration
 from gspo_jax.planning import rates as rates_lib
 from gspo_jax.planning.calibration import LARGE, SMALL, kind_of, per_turn
-from gspo_jax.planning.topology import CHIPS
+from gspo_jax.planning.topology import CHIPS, torus_of
 
 FILE = "rates.json"
 GOOD, POOR = 0.5, 0.2
@@ -30,8 +30,14 @@ ALONE_S = 0.05
 """Seconds of each loop on a device alone."""
 CALLS = 200
 """Calls from the host that are timed together."""
-GPUS = {"H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12), "A100": (312e12, 2.0e12)}
-"""Published dense bfloat16 flops and memory bytes per second, by a part of the device's name (nvidia.com)."""
+GPUS = {
+    "H100 PCIe": (756e12, 2.0e12),
+    "H100 NVL": (835e12, 3.9e12),
+    "H100": (989e12, 3.35e12),
+    "H200": (989e12, 4.8e12),
+    "A100": (312e12, 2.0e12),
+}
+"""Published dense bfloat16 flops and memory bytes per second, by the first part that a device's name has."""
 
 
 class Expected(NamedTuple):
@@ -58,7 +64,7 @@ def run(given: Given) -> Result:
     figures["by_device"] = by_device()
     if processes.is_first():
         rates_lib.write(given.out / FILE, rates, generation=calibration.generation(device))
-    wanted = expected(device, mesh.size)
+    wanted = expected(device, list(mesh.devices.flat))
     measured = {"matrix products": rates.flops, "memory": rates.bandwidth, "links": rates.links}
     figures["expected"] = {name: one._asdict() for name, one in wanted.items()}
     findings = [judged(name, measured[name], one) for name, one in wanted.items()]
@@ -124,17 +130,23 @@ def by_device() -> list[dict[str, float]]:
     return [one for told in processes.tell_first(found) for one in told]
 
 
-def expected(device: Any, devices: int) -> dict[str, Expected]:
-    """Return the rates to expect of one of so many devices, as far as there are any."""
+def expected(device: Any, devices: Sequence[Any]) -> dict[str, Expected]:
+    """Return the rates to expect of a device among others, as far as there are any.
+
+    Of links, those that a chip in a corner of its slice has to others: a collective waits for it.
+    """
     kind = calibration.generation(device)
     if kind in CHIPS:
         chip, source = CHIPS[kind], f"published peak of {kind}"
-        found = {"matrix products": chip.flops, "memory": chip.bandwidth} | (
-            {"links": chip.links} if devices > 1 else {}
-        )
+        found = {"matrix products": chip.flops, "memory": chip.bandwidth}
+        own = [one for one in devices if calibration.slice_of(one) == calibration.slice_of(device)]
+        if links := torus_of(kind, own).corner_links:
+            found["links"] = chip.links * links / (2 * chip.rank)
     elif device.platform == "cpu":
-        source = "numpy's here, in this process" + (f", over {devices} simulated devices" if devices > 1 else "")
-        found = {"matrix products": numpy_flops() / devices, "memory": numpy_bandwidth() / devices}
+        source = "numpy's here, in this process" + (
+            f", over {len(devices)} simulated devices" if len(devices) > 1 else ""
+        )
+        found = {"matrix products": numpy_flops() / len(devices), "memory": numpy_bandwidth() / len(devices)}
     else:
         named = next((rates for name, rates in GPUS.items() if name in device.device_kind), None)
         if named is None:

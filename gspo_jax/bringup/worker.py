@@ -7,6 +7,7 @@ tried again.
 """
 
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -73,7 +74,6 @@ def gathered(findings: list[Finding]) -> list[Finding]:
 def main(given: Given, status: Path, *, again: bool) -> int:
     """Run all stages that have no record of this machine; with `again`, also those that failed."""
     here = machine(given)
-    tell(status)
 
     def left() -> list[str]:
         found = {stage.name: stages.read(given.out, stage.name) for stage in catalogue.STAGES}
@@ -93,6 +93,7 @@ def main(given: Given, status: Path, *, again: bool) -> int:
         limit = stage.limit_s(given) + spare
         tell(status, stage=stage.name, limit=limit)
         record = run(stage, given, here)
+        gc.collect()  # what an error has left on the devices
         spare = max(0.0, limit - record.seconds)
         if processes.is_first():
             record.write(given.out)
@@ -111,6 +112,7 @@ def start(words: list[str]) -> int:
     given, config = Given.read(words[0]), base()
     config.cpu_devices = given.devices
     count = processes.start(heartbeat_s=10)
+    tell(Path(words[1]))  # before the devices start, which another process may hold: who this is
     cli.prepare(config)
     with processes.guarded(count):
         return main(given, Path(words[1]), again="again" in words)

@@ -42,8 +42,6 @@ from gspo_jax.kernels.packed_attention import Spans
 _CHUNK = 64
 _GROUP = 8
 """Chunks whose backward pass is recomputed together, from the states before the first."""
-_PRECISION = jax.lax.Precision.HIGH
-"""Of products: three bfloat16 passes on TPU, about 2^-16. Errors in a state would stay in it."""
 _EPS = 1e-6
 """Added to squared lengths of q and k."""
 
@@ -63,7 +61,12 @@ def _unit(x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
 
 
 def _product(how: str, *arrays: Array) -> Array:
-    return jnp.einsum(how, *arrays, precision=_PRECISION)
+    """Return the product to about 2^-16 or better: an error in a state would stay in it.
+
+    HIGH is three bfloat16 passes on TPU, and TensorFloat-32, 2^-11, on a GPU.
+    """
+    precision = jax.lax.Precision.HIGH if platform() == "tpu" else jax.lax.Precision.HIGHEST
+    return jnp.einsum(how, *arrays, precision=precision)
 
 
 class _Chunk(NamedTuple):

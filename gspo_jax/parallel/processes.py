@@ -49,7 +49,8 @@ _LIBTPU_ALONE = {
 """libtpu's variables: skip host discovery, allow sharing, log errors only."""
 _DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux's prctl."""
-_LOOK_S = 0.5
+_SOON_S, _LOOK_S = 0.001, 0.5
+"""Seconds between two looks for what another process says, the first and the longest."""
 _RESTART = "start the run again with the same command: it resumes from its newest checkpoint"
 _MEETING_MS = 24 * 3600 * 1000  # the watchdog and heartbeats are faster
 _NOTICED_BY = ("Gloo", "CoordinationService")  # in errors that mean a lost process
@@ -131,8 +132,10 @@ def ask_first(ask: Callable[[], Value]) -> Value:
         return ask()
     key = f"gspo_jax/check/{next(_checks)}"
     if number() > 0:
+        pause = _SOON_S
         while (said := _try_get(client, key)) is None:
-            time.sleep(_LOOK_S)
+            time.sleep(pause)
+            pause = min(2 * pause, _LOOK_S)
         found = json.loads(said)
         if "error" in found:
             raise UserError(found["error"])

@@ -131,7 +131,7 @@ def _on_each(mesh: Mesh, body: Callable[[Any, Any], Any], make: Callable[[], Any
 
 def groups(mesh: Mesh) -> list[Mesh]:
     """Return the mesh as groups of 2, 4, … and of all devices of a slice along `fsdp`, neighbours in its order."""
-    devices = sorted(mesh.devices.flat, key=_slice_of) if (slices := _slices(mesh)) > 1 else list(mesh.devices.flat)
+    devices = sorted(mesh.devices.flat, key=slice_of) if (slices := _slices(mesh)) > 1 else list(mesh.devices.flat)
     count = len(devices) // slices
     sizes = sorted({2**i for i in range(1, count.bit_length()) if count % 2**i == 0} | {count} - {1})
     grid = np.array(devices, dtype=object)
@@ -227,15 +227,15 @@ def cycle(device: Any) -> float | None:
 
 def between_slices(mesh: Mesh) -> float | None:
     """Measure the bytes per second that a device sends to other slices; None if there are none."""
-    devices = sorted(mesh.devices.flat, key=_slice_of)
-    slices = len(set(map(_slice_of, devices)))
+    devices = sorted(mesh.devices.flat, key=slice_of)
+    slices = len(set(map(slice_of, devices)))
     if slices == 1 or len(devices) % slices:
         return None
     across = np.array(devices, dtype=object).reshape(slices, -1).T
     return bytes_per_s(Mesh(across.reshape(*across.shape, 1, 1), mesh_lib.AXES, axis_types=mesh.axis_types))
 
 
-def _slice_of(device: Any) -> int:
+def slice_of(device: Any) -> int:
     """Return the index of a device's TPU slice, or of its host elsewhere."""
     return getattr(device, "slice_index", 0)
 

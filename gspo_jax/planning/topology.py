@@ -197,6 +197,11 @@ class Torus:
     wraps: tuple[bool, ...]
     """True for sides whose ends are linked."""
 
+    @property
+    def corner_links(self) -> int:
+        """Links of a chip in a corner to others of the slice."""
+        return sum(1 + wraps for side, wraps in zip(self.sides[:3], self.wraps[:3], strict=True) if side > 1)
+
     def hops(self, groups: Sequence[Sequence[int]]) -> int:
         """Return the most links on a shortest way between two devices of a group."""
         return max((self._diameter(tuple(group)) for group in groups), default=0)

@@ -99,7 +99,7 @@ class Trace:
         """Write the trace to `folder` as `name`, if a device worked. Return its seconds, and what it shows.
 
         Raises:
-          OSError: the trace could not be written.
+          OSError: the trace could not be written, or not be read again.
         """
         self._timer.cancel()
         self._end()
@@ -108,8 +108,11 @@ class Trace:
             written = found[".xplane.pb"]
             if self._error or written is None:
                 raise OSError(self._error or "the profiler wrote nothing")
-            data = jax.profiler.ProfileData.from_file(str(written))
-            seen = operations.read(data, operations.compiled_programs())
+            try:
+                data = jax.profiler.ProfileData.from_file(str(written))
+                seen = operations.read(data, operations.compiled_programs())
+            except Exception as error:  # whatever a profiler wrote must not end a run either
+                raise OSError(f"it could not be read: {type(error).__name__}: {error}") from error
             for suffix, file in found.items() if seen.devices else ():
                 if file is not None:
                     folder.mkdir(parents=True, exist_ok=True)
@@ -123,9 +126,10 @@ class Trace:
 class PhaseTraces:
     """Traces the phases of some iterations into a folder."""
 
-    def __init__(self, folder: Path | epath.Path, span: Span, *, process: int = 0):
+    def __init__(self, folder: Path | epath.Path, span: Span, *, process: int = 0, seconds: float = SECONDS):
+        """Trace phases of the iterations in `span`, each for at most so many seconds, and write to `folder`."""
         self.folder, self.span = folder, span
-        self._process = process
+        self._process, self._seconds = process, seconds
         self._iteration = 0
         self._running: tuple[str, Trace] | None = None
         self._done: dict[str, dict[str, Any]] = {}
@@ -148,7 +152,7 @@ class PhaseTraces:
         not depend on what is seen, which differs between processes that have to meet.
         """
         if phase in TRACED and self.span.first <= self._iteration <= self.span.last:
-            self._running = f"iteration-{self._iteration}-{phase}", Trace()
+            self._running = f"iteration-{self._iteration}-{phase}", Trace(self._seconds)
 
     def stop(self) -> None:
         """End the trace of the phase that ends, if there is one.

@@ -4,9 +4,11 @@ import dataclasses
 import json
 import math
 import pathlib
+import types
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from gspo_jax.bringup import catalogue, machine, page, programs, rates, shapes, stages, training
@@ -67,6 +69,23 @@ def test_the_page_begins_with_what_failed() -> None:
     assert text.splitlines()[2] == "- **Failed**: How fast it is: devices: device 3 is slow"
     assert "- failed: devices: device 3 is slow. Replace it." in text and "--rates=first/rates.json" in text
     assert page.verdict({"machine": "What is here"}, [record("machine")]) == ["All 1 stages hold."]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sides", "links"),
+    [
+        ("TPU v5 lite", (2, 4, 1), 100e9),  # two of four
+        ("TPU v5", (2, 2, 1), 200e9),  # two of six
+        ("TPU v5", (4, 4, 4), 600e9),
+        ("TPU v6 lite", (1, 1, 1), None),
+    ],
+)
+def test_links_are_those_of_a_corner(kind: str, sides: tuple[int, int, int], links: float | None) -> None:
+    devices = [
+        types.SimpleNamespace(device_kind=kind, platform="tpu", coords=at, core_on_chip=0) for at in np.ndindex(sides)
+    ]
+    found = rates.expected(devices[0], devices)
+    assert (found["links"].rate if "links" in found else None) == links
 
 
 @pytest.mark.parametrize("share, state", [(1.1, OK), (0.5, OK), (0.49, WARNING), (0.2, WARNING), (0.1, FAILED)])

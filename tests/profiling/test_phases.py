@@ -3,13 +3,14 @@
 import gzip
 import json
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from gspo_jax.errors import UserError
-from gspo_jax.profiling import phases
+from gspo_jax.profiling import operations, phases
 from gspo_jax.profiling.phases import PhaseTraces, Span, check_span, read_span
 
 
@@ -109,6 +110,19 @@ def test_a_folder_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
     traces.start("reshard")
     work()
     with pytest.raises(OSError):  # the profiler is free again
+        traces.stop()
+
+
+def test_a_trace_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no such plane")
+
+    monkeypatch.setattr(operations, "read", fails)
+    traces = PhaseTraces(tmp_path / "profile", Span(1, 1))
+    traces.begin(1)
+    traces.start("update")
+    work()
+    with pytest.raises(OSError, match="it could not be read: RuntimeError: no such plane"):
         traces.stop()
 
 
